@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+_BYTES = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "bytes"))
+OPERATIONS = ((10**12, "TFLOP"), (10**9, "GFLOP"), (10**6, "MFLOP"), (10**3, "kFLOP"), (1, "FLOP"))
 _WORDS_AND_NUMBERS = (str, int, float, bool, type(None))
 
 
@@ -20,15 +22,9 @@ class Unit(NamedTuple):
     name: str
 
     @classmethod
-    def of(cls, most: int) -> Unit:
-        """The unit that fits ``most`` bytes and all smaller numbers."""
-        units = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
-        return cls(*next((unit for unit in units if most >= unit[0]), (1, "bytes")))
-
-    @classmethod
-    def of_operations(cls, most: int) -> Unit:
-        units = ((10**12, "TFLOP"), (10**9, "GFLOP"), (10**6, "MFLOP"), (10**3, "kFLOP"))
-        return cls(*next((unit for unit in units if most >= unit[0]), (1, "FLOP")))
+    def of(cls, most: int, units: Sequence[tuple[int, str]] = _BYTES) -> Unit:
+        """The unit that fits ``most`` and all smaller numbers."""
+        return cls(*next(unit for unit in units if most >= unit[0] or unit[0] == 1))
 
     def __call__(self, count: int) -> str:
         return f"{count / self.size:.3f}" if self.size > 1 else str(count)

@@ -16,7 +16,8 @@ def who_holds(tensor: torch.Tensor, size: int, of_storage: int, in_python: bool,
     seen: list[str] = []
     memory = autograd.memory_of(tensor)
     base = autograd.base_of(tensor)  # before the search, which finds Python objects alone
-    others = [t for t in _living_tensors() if t is not tensor]
+    # type(), not isinstance(): a lazy object's __class__ may run anything.
+    others = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor) and thing is not tensor]
     sharing = [t for t in others if autograd.memory_of(t) == memory]
     for other in sharing:
         of_storage -= 1
@@ -68,11 +69,6 @@ def describe(tensor: torch.Tensor) -> str:
     else:
         kind = "leaf that requires a gradient" if tensor.requires_grad else "tensor without history"
     return f"{kind} of {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
-
-
-def _living_tensors() -> list[torch.Tensor]:
-    # type(), not isinstance(): a lazy object's __class__ may run anything.
-    return [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
 
 
 def _nodes_below(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:

@@ -69,8 +69,15 @@ def deallocate_output(tensor: torch.Tensor) -> int:
             return 0
         memory = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         twin = _memoryless(tensor, tensor, "zbpipe.deallocate_output")
-        if autograd.holders_of(tensor):
-            _exchange(tensor, twin)
+        if holders := autograd.holders_of(tensor):
+            try:
+                autograd.exchange(tensor, twin)
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"tensor is a {describe(tensor)} and has {holders} other holders and a weak reference (as of "
+                    "retain_grad) in C++, so its memory cannot be freed; drop the holders first (wait for the sends, "
+                    "delete the views)"
+                ) from error
             del twin
         else:
             tensor.data = twin
@@ -190,9 +197,6 @@ def _memoryless(tensor: torch.Tensor, place: torch.Tensor | None, function: str)
     return twin
 
 
-# What a tensor holds.
-
-
 def _own_bytes(tensor: torch.Tensor) -> int:
     """As ``_C.own_bytes``. Refuses whatever has not one plain storage."""
     if not isinstance(tensor, torch.Tensor):
@@ -219,20 +223,6 @@ def _check_output(tensor: torch.Tensor) -> None:
         raise ValueError(
             f"tensor is a {describe(tensor)}, not an output, and its values cannot be computed again; keep it"
         )
-
-
-def _exchange(tensor: torch.Tensor, twin: torch.Tensor) -> None:
-    holders = autograd.holders_of(tensor)
-    try:
-        autograd.exchange(tensor, twin)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"tensor is a {describe(tensor)} and has {holders} other holders and a weak reference (as of retain_grad) "
-            "in C++, so its memory cannot be freed; drop the holders first (wait for the sends, delete the views)"
-        ) from error
-
-
-# Views.
 
 
 def _fills_its_storage(tensor: torch.Tensor) -> bool:

@@ -87,18 +87,18 @@ class Watch(logging.Handler):
 
     def __enter__(self):
         torch._dynamo.reset()  # what another case compiled would be used again, and not log again
-        self.original = backend._WeightWork.__call__
+        self.original = backend._run_weight_half
 
-        def counted(work, *values):
+        def counted(*args):
             self.calls += 1
-            return self.original(work, *values)
+            return self.original(*args)
 
-        backend._WeightWork.__call__ = counted
+        backend._run_weight_half = counted
         logging.getLogger("zbpipe").addHandler(self)
         return self
 
     def __exit__(self, *error):
-        backend._WeightWork.__call__ = self.original
+        backend._run_weight_half = self.original
         logging.getLogger("zbpipe").removeHandler(self)
 
     @property

@@ -39,9 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def version() -> str:
     """One line: zbpipe's version, what it was built with and what runs."""
-    python = ".".join(map(str, sys.version_info[:3]))
-    built = f"built with torch {_build.torch}"
-    return f"zbpipe {__version__} ({built}), torch {torch.__version__}, Python {python}"
+    built = f"zbpipe {__version__} (built with torch {_build.torch})"
+    return f"{built}, torch {torch.__version__}, Python {sys.version.split()[0]}"
 
 
 def run(everything: bool = False) -> int:
@@ -77,7 +76,7 @@ def run(everything: bool = False) -> int:
 
 def torch_is(notes: list[str]) -> str:
     """Whether the tests have run on this torch; a note says on which they have, if not."""
-    if probe.was_tested(torch.__version__):
+    if torch.__version__.partition("+")[0] in needs.TESTED:  # built for the CPU or for a GPU
         return "tested"
     ran = f"they have on {', '.join(needs.TESTED)}"
     release = probe.release_of(torch.__version__)
@@ -98,10 +97,10 @@ def private_parts(everything: bool, faults: list[str], notes: list[str]) -> str:
     different = [row for row in rows if not row.ok]
     for row in rows if everything else different:
         mark = "ok" if row.ok else "DIFFERS"
-        print(f"  {mark:<8}{row.name}: {row.expected}; {row.found} ({row.need}, torch {row.releases})")
+        print(f"  {mark:<8}{row.name}: {row.expected}; {row.found} ({row.need.name}, torch {row.releases})")
     for row in different:
-        memory_alone = row.consequence.startswith(needs.Weight.MEMORY.value)
-        (notes if memory_alone else faults).append(f"{row.name} {row.found}; {row.consequence}")
+        said = notes if row.need.weight is needs.Weight.MEMORY else faults
+        said.append(f"{row.name} {row.found}; {row.need.weight.value}: {row.need.consequence}")
     result = f"{len(rows)} looked at, {len(different)} differ" if different else f"{len(rows)} looked at, all known"
     names = ", ".join(need.name for need in left_out)
     return f"{result}; not those of {names}, which --all imports" if left_out else result

@@ -30,8 +30,8 @@ from zbpipe._cli.files import file_to_write
 from zbpipe._cli.steps import OPTIMIZER, Steps
 from zbpipe.leaks._collector import collector
 from zbpipe.leaks._grown import lines_of
-from zbpipe.leaks._growth import FEWEST, report_of
-from zbpipe.leaks._report import refusal_of
+from zbpipe.leaks._growth import FEWEST
+from zbpipe.leaks._report import Report, refusal_of
 
 GREW, TOO_FEW = 3, 4  # exit statuses; 1 and others are the script's own, 2 is a wrong command line
 
@@ -116,5 +116,6 @@ def _report(steps: Steps, given: argparse.Namespace) -> tuple[str, int]:
     said = lines_of(steps.found, growth.filling + growth.late, growth.cycles)
     said = [*said, f"(as of step {steps.looked_at})"] if said else ["nothing grew"]
     if given.picture and steps.found:
-        report_of(steps.found, growth.cycles).draw(given.picture)
+        leaks = sorted((leak for grown in steps.found for leak in grown.leaks), key=lambda leak: -leak.bytes)
+        Report(leaks, growth.cycles if leaks else []).draw(given.picture)
     return "\n\n".join([head, growth.counts_table(), "\n".join(said)]), GREW if given.error and steps.found else 0

@@ -1,6 +1,7 @@
 """One compiled graph of dynamo: a forward as torch compiles it, and a backward that can run in halves."""
 
 import contextlib
+import functools
 import itertools
 import logging
 import re
@@ -25,6 +26,7 @@ logger = logging.getLogger("zbpipe")
 Values = list[Any]
 Compiled = Callable[[Values], Sequence[Any]]  # takes its arguments out of the list
 CompilePiece = Callable[[fx.GraphModule, Sequence[Any], Sequence[int]], Compiled]
+MakeBackward = Callable[[fx.GraphModule, Sequence[Any], CompilePiece], Compiled]
 
 _numbers = itertools.count()
 
@@ -39,35 +41,27 @@ def compile_graph(
 ) -> Callable[..., Any]:
     """Compiles a graph of dynamo with `inner`, and raises its errors."""
     subclasses = sorted({type(value).__name__ for value in inputs if is_traceable_wrapper_subclass(value)})
+    make_backward = functools.partial(_Backward, recompute=recompute, subclasses=subclasses)
     if inner == "aot_eager":
         if mode not in (None, "default") or options:
             raise ValueError(f"mode is {mode!r} and options are {options!r}; aot_eager takes neither, leave them out")
-        return _with_aot_eager(graph, inputs, recompute, subclasses)
-    return _with_inductor(graph, inputs, recompute, subclasses, mode, options)
+        return _with_aot_eager(graph, inputs, make_backward)
+    return _with_inductor(graph, inputs, make_backward, compiler.options_of(mode, options))
 
 
-def _with_aot_eager(
-    graph: fx.GraphModule, inputs: list[Any], recompute: bool, subclasses: list[str]
-) -> Callable[..., Any]:
+def _with_aot_eager(graph: fx.GraphModule, inputs: list[Any], make_backward: MakeBackward) -> Callable[..., Any]:
+    def compile_piece(piece: fx.GraphModule, values: Sequence[Any], _: Sequence[int]) -> Compiled:
+        return cast(Compiled, compiler.run_as_traced(piece, values))
+
     def compile_backward(backward: fx.GraphModule, values: Sequence[Any]) -> Compiled:
-        def compile_piece(piece: fx.GraphModule, values: Sequence[Any], _: Sequence[int]) -> Compiled:
-            return cast(Compiled, compiler.run_as_traced(piece, values))
-
-        return _Backward(backward, values, compile_piece, recompute, subclasses).as_function()
+        return make_backward(backward, values, compile_piece)
 
     return cast(Callable[..., Any], compiler.compile_with_aot_eager(graph, inputs, compile_backward))
 
 
 def _with_inductor(
-    graph: fx.GraphModule,
-    inputs: list[Any],
-    recompute: bool,
-    subclasses: list[str],
-    mode: str | None,
-    options: Mapping[str, Any] | None,
+    graph: fx.GraphModule, inputs: list[Any], make_backward: MakeBackward, patches: dict[str, Any]
 ) -> Callable[..., Any]:
-    patches = compiler.options_of(mode, options)
-
     def compile_any(graph: fx.GraphModule, values: Sequence[Any], **given: Any) -> Any:
         if not given.get("is_backward"):
             return compiler.inductors_inner_compile(graph, values, **given)
@@ -85,7 +79,7 @@ def _with_inductor(
             with compiler.inductor_options(patches):
                 return cast(Compiled, compiler.inductors_inner_compile(piece, values, **now))
 
-        return _Backward(graph, values, compile_piece, recompute, subclasses).as_function()
+        return make_backward(graph, values, compile_piece)
 
     return cast(Callable[..., Any], compiler.compile_with_inductor(graph, inputs, compile_any, patches))
 
@@ -103,17 +97,10 @@ class _Pieces:
     weight_half: Compiled
 
 
-class _WeightWork:
-    """W's half of one compiled backward. It holds no tensor: W calls it with the values that I kept."""
-
-    __slots__ = ("_compiled",)
-
-    def __init__(self, compiled: Compiled) -> None:
-        self._compiled = compiled
-
-    def __call__(self, *values: Any) -> Sequence[Any]:
-        with without_autocast():
-            return self._compiled(list(values))
+def _run_weight_half(compiled: Compiled, *values: Any) -> Sequence[Any]:
+    """What W calls, with the values that I kept."""
+    with without_autocast():
+        return compiled(list(values))
 
 
 class _Backward:
@@ -141,17 +128,11 @@ class _Backward:
         self._pieces: dict[tuple[frozenset[int], bool], _Pieces | None] = {}
         self._is_logged = False
         self._matrices, self._vectors = _by_dimension(graph)
+        compiler.mark_boxed(self)
         if any(isinstance(value, torch.SymInt) for value in values):
             self._compile_whole()  # as torch does: the forward must not be used before the guards on sizes are known
 
-    def as_function(self) -> Compiled:
-        def run(values: Values) -> Sequence[Any]:
-            return self._run(values)
-
-        compiler.mark_boxed(run)
-        return run
-
-    def _run(self, values: Values) -> Sequence[Any]:
+    def __call__(self, values: Values) -> Sequence[Any]:
         pieces = self._halves() if _C.will_defer(None) else None
         if pieces is None:
             return (self._whole or self._compile_whole())(values)
@@ -162,7 +143,8 @@ class _Backward:
         results = list(pieces.input_half(taken))
         count = len(halves.input_outputs)
         for_w += results[count:]
-        at_once = _C.defer(_WeightWork(pieces.weight_half), tuple(halves.weight_outputs), tuple(for_w))
+        work = functools.partial(_run_weight_half, pieces.weight_half)  # which holds no tensor
+        at_once = _C.defer(work, tuple(halves.weight_outputs), tuple(for_w))
         gradients: list[Any] = [None] * halves.output_count
         # The cut may have left vectors alone to W, and by default these do not wait.
         for i, gradient in zip(halves.weight_outputs, at_once, strict=True):

@@ -23,62 +23,45 @@ class CannotSplitError(Exception):
     """The graph cannot be split; the message says why, to be read after "is not split: "."""
 
 
-class Cut:
-    """The minimum cut over all nodes but free ones that W's results need, as a flow network of networkx.
+def computed_by_w(
+    graph: fx.Graph, outputs: Sequence[Any], deferred: Collection[int], everything: bool, recompute: bool
+) -> set[fx.Node]:
+    """The nodes that W computes, without free ones: a side of the minimum cut of a flow network of networkx.
 
     I is given or computes the nodes on the source's side; W computes those on the sink's side. A second node behind
     each has the cost of holding its value, which is paid once for all readers in W.
     """
+    import networkx  # type: ignore[import-untyped]  # which torch needs, and imports late itself
 
-    def __init__(
-        self,
-        graph: fx.Graph,
-        outputs: Sequence[Any],
-        deferred: Collection[int],
-        everything: bool,
-        recompute: bool,
-    ) -> None:
-        self.for_i = above(out for i, out in enumerate(outputs) if i not in deferred)
-        self.results = {node for i in deferred for node in behind_free(outputs[i])}
-        for_w = above(self.results)
-        self.order = [node for node in graph.nodes if node in for_w and classify(node) != FREE]
-        self.everything = everything
-        self.recompute = recompute
+    for_i = above(out for i, out in enumerate(outputs) if i not in deferred)
+    results = {node for i in deferred for node in behind_free(outputs[i])}
+    for_w = above(results)
+    order = [node for node in graph.nodes if node in for_w and classify(node) != FREE]
+    byte = 2 * len(order) + 1  # outweighs all preferences together
+    flow = networkx.DiGraph()
+    flow.add_nodes_from(["I", "W"])
 
-    def solve(self) -> set[fx.Node]:
-        """The nodes that W computes, without free ones."""
-        import networkx  # type: ignore[import-untyped]  # which torch needs, and imports late itself
+    def connect(a: Any, b: Any, capacity: int | None = None) -> None:  # of None: without a limit
+        flow.add_edge(a, b, **({} if capacity is None else {"capacity": capacity}))
 
-        flow = networkx.DiGraph()
-        flow.add_nodes_from(["I", "W"])
-        byte = 2 * len(self.order) + 1  # outweighs all preferences together
-        for node in self.order:
-            self.place(flow, node)
-            cost = byte_count(node.meta.get("val"))
-            connect(flow, node, ("holding", node), None if cost is None else cost * byte)
-            for source in {source for read in node.all_input_nodes for source in behind_free(read)}:
-                connect(flow, ("holding", source), node)
-                if source not in self.for_i:
-                    connect(flow, node, source)  # if I computes `node`, it computes `source`, too
-        for node in self.results:
-            connect(flow, ("holding", node), "W")
-        try:
-            _, (_, by_w) = networkx.minimum_cut(flow, "I", "W")
-        except networkx.NetworkXUnbounded:
-            raise CannotSplitError("random numbers are drawn between the products of its weights") from None
-        return {node for node in self.order if node in by_w}
-
-    def place(self, flow: Any, node: fx.Node) -> None:
-        """Says which pass may compute `node`, or which one should."""
+    for node in order:
         kind = classify(node)
         if kind == PINNED:
-            connect(flow, "I", node)
-        elif node in self.for_i:
-            connect(flow, "I", node, 1 if self.recompute and kind == LIGHT else None)
+            connect("I", node)
+        elif node in for_i:
+            connect("I", node, 1 if recompute and kind == LIGHT else None)
         elif node.target is not operator.getitem:  # which goes with what it is taken from
-            connect(flow, node, "W", 1 if not self.everything and kind == LIGHT else None)
-
-
-def connect(flow: Any, a: Any, b: Any, capacity: int | None = None) -> None:
-    """An edge of the network; a capacity of None has no limit."""
-    flow.add_edge(a, b, **({} if capacity is None else {"capacity": capacity}))
+            connect(node, "W", 1 if not everything and kind == LIGHT else None)
+        cost = byte_count(node.meta.get("val"))
+        connect(node, ("holding", node), None if cost is None else cost * byte)
+        for source in {source for read in node.all_input_nodes for source in behind_free(read)}:
+            connect(("holding", source), node)
+            if source not in for_i:
+                connect(node, source)  # if I computes `node`, it computes `source`, too
+    for node in results:
+        connect(("holding", node), "W")
+    try:
+        _, (_, by_w) = networkx.minimum_cut(flow, "I", "W")
+    except networkx.NetworkXUnbounded:
+        raise CannotSplitError("random numbers are drawn between the products of its weights") from None
+    return {node for node in order if node in by_w}

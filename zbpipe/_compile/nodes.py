@@ -49,7 +49,7 @@ def classify(node: fx.Node) -> str:
         return PINNED if "rng" in str(node.target) else HEAVY
     if torch.Tag.nondeterministic_seeded in target.tags:
         return PINNED
-    name = base_name(node)
+    name = dispatch.operator_name(target)  # "mm" of aten.mm.default
     if is_view(node) or (name in CONSTANTS and not any(has_tensor(source) for source in node.all_input_nodes)):
         return FREE
     tags = {str(tag).rsplit(".", 1)[-1] for tag in target.tags}
@@ -71,11 +71,6 @@ def behind_free(value: Any) -> list[fx.Node]:
     return list(found)
 
 
-def base_name(node: fx.Node) -> str:
-    """The operator's name: "mm" of aten.mm.default."""
-    return dispatch.operator_name(node.target)
-
-
 def is_view(node: fx.Node) -> bool:
     """True if holding the value would hold another one's memory."""
     if node.target is operator.getitem:
@@ -91,16 +86,10 @@ def has_tensor(node: fx.Node) -> bool:
 def byte_count(value: Any) -> int | None:
     """A tensor's bytes, at its traced size; 0 for a number; None for a value that I cannot hand to W."""
     if isinstance(value, torch.Tensor):
-        return number(value.numel()) * value.element_size()
+        count: Any = value.numel()
+        size = count if isinstance(count, int) else count.node.hint  # which puts no guard on it
+        return (8192 if size is None else int(size)) * value.element_size()
     return 0 if isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)) else None
-
-
-def number(size: int | torch.SymInt) -> int:
-    """A size without a guard on it."""
-    if isinstance(size, int):
-        return size
-    hint = size.node.hint
-    return 8192 if hint is None else int(hint)
 
 
 def above(results: Iterable[Any], within: Collection[fx.Node] | None = None) -> set[fx.Node]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zbpipe._compile.cut import CannotSplitError, Cut
+from zbpipe._compile.cut import CannotSplitError, computed_by_w
 from zbpipe._compile.nodes import HEAVY, above, behind_free, classify, is_size
 from zbpipe._torch import dispatch
 
@@ -54,7 +54,7 @@ def split(
     separate_fused_gradients(graph, list(results), deferred)
     outputs = list(next(iter(reversed(graph.nodes))).args[0])
     refuse_side_effects(graph)
-    by_w = Cut(graph, outputs, deferred, everything, recompute).solve()
+    by_w = computed_by_w(graph, outputs, deferred, everything, recompute)
     weight_outputs = [i for i in sorted(deferred) if any(node in by_w for node in behind_free(outputs[i]))]
     if not any(classify(node) == HEAVY for node in above((outputs[i] for i in weight_outputs), within=by_w)):
         raise CannotSplitError("no gradient of a weight is a product of its own")

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zbpipe._formatting import Unit, in_words, table
+from zbpipe._formatting import OPERATIONS, Unit, in_words, table
 from zbpipe._policy import Policy
 
 WIDTH = 80  # of what is printed
@@ -89,11 +89,11 @@ class Explanation:
             f"W computes the gradients of {in_w} of {len(self.parameters)} parameters in {self.groups} "
             f"group{'s' * (self.groups != 1)}: "
             f"{'' if self.flops_are_known else 'at least '}"
-            f"{Unit.of_operations(self.flops_in_w).words(self.flops_in_w)}; "
+            f"{Unit.of(self.flops_in_w, OPERATIONS).words(self.flops_in_w)}; "
             f"{in_words(self.bytes_held)} are held per microbatch"
         )
         flops = [use.flops or 0 for plan in self.parameters for use in plan.uses]
-        work = Unit.of_operations(max(flops, default=0))
+        work = Unit.of(max(flops, default=0), OPERATIONS)
         memory = Unit.of(max((plan.bytes for plan in self.parameters), default=0))
         rows = [row for plan in self.parameters for row in _rows(plan, memory, work)]
         header = ("parameter", "shape", "in", f"held, {memory.name}", work.name)

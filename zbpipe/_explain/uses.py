@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from zbpipe import _C
-from zbpipe._explain.flops import of_product
 from zbpipe._explain.result import ParameterPlan, Use
 from zbpipe._policy import Policy
 from zbpipe.memory import Held
+
+_FACTORS = {"AddmmBackward": (1, 2), "MmBackward": (0, 1), "BmmBackward": (0, 1), "BaddbmmBackward": (1, 2)}
+"""The edges of a product's two factors, by its node's name without the 0 at its end."""
 
 
 class Uses:
@@ -41,7 +44,7 @@ class Uses:
             self.unknown = True
         runs_in, reason = self._place(node, kind, why)
         for slot, shape, outside, weights in faces:
-            product, flops = of_product(node, kind, slot, shape, shapes) if runs_in == "W" else ("", 0)
+            product, flops = _product(node, kind, slot, shape, shapes) if runs_in == "W" else ("", 0)
             self.flops += flops or 0
             self.unknown = self.unknown or flops is None or outside is not None
             for weight in weights:
@@ -89,11 +92,39 @@ def plan_of(name: str, parameter: torch.nn.Parameter, found: Uses, holding: Held
         notes.append("no gradient reaches it")
     elif _C.is_watched(parameter):
         notes.append("hooks watch it")
-    return ParameterPlan(
-        name=name,
-        shape=tuple(parameter.shape),
-        uses=uses,
-        bytes=row.bytes if row else 0,
-        alone=row.alone if row else 0,
-        note="; ".join(notes),
-    )
+    size, alone = (row.bytes, row.alone) if row else (0, 0)
+    return ParameterPlan(name, tuple(parameter.shape), uses, size, alone, "; ".join(notes))
+
+
+def _product(
+    name: str, kind: str, slot: int, shape: tuple[int, ...], shapes: Mapping[str, list[tuple[int, ...]]]
+) -> tuple[str, int | None]:
+    """What W multiplies for an edge of a task, and the FLOPs; None if they are not known."""
+    if kind in ("handed over", "root"):
+        return "", None
+    grad = next(iter(shapes.get("output gradient", ())), None)
+    if len(shape) < 2 or grad is None:
+        return "", 0
+    if not grad or min(*grad, *shape) < 0:
+        return "", None  # nested, or of sizes that are not numbers
+    size = math.prod(shape)
+    if name.startswith("LinearBackward"):
+        rows = math.prod(grad[:-1])
+        return f"{[shape[0], rows]} @ {[rows, shape[1]]}", 2 * rows * size
+    if name.startswith("ConvolutionBackward"):
+        given = next((s for s in shapes.get("saved", ()) if len(s) == len(grad)), grad)
+        # Of a convolution the weight's first size is the output's channels, of a transposed one the input's.
+        counts = {2 * size * math.prod(over) // over[1] for over in (grad, given) if over[1] == shape[0]}
+        return "convolution", counts.pop() if len(counts) == 1 else None
+    if name.startswith("GroupedMmBackward"):
+        return "grouped product", 2 * math.prod(shape[-2:]) * grad[0] if len(grad) == 2 and len(shape) == 3 else None
+    factors = _FACTORS.get(name.removesuffix("0"))
+    if factors is not None:
+        if slot not in factors:
+            return "", 0  # the added matrix
+        is_left = slot == factors[0]
+        inner = grad[-1] if is_left else grad[-2]
+        batch = list(shape[:-2])
+        left, right = ([*batch, shape[-2], inner], [*batch, inner, shape[-1]])
+        return f"{left} @ {right}", 2 * inner * size
+    return "", 0

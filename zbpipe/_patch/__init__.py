@@ -10,10 +10,6 @@ The patch also frees what stages and schedules no longer need (zbpipe/_stage/bac
 parallel stages reduce when all gradients are there (zbpipe/_stage/data_parallel.py). It makes zero-bubble schedules
 accept compiled stages, which torch's functions cannot split. table.py lists all changes. Patch and unpatch between
 steps, not within one.
-
-`ZBPIPE_PATCH=1` in the environment patches a script without an edit. A hook, installed beside zbpipe, patches when the
-script or a process that it starts imports torch.distributed.pipelining. `ZBPIPE_RELEASE_OUTPUTS=1` beside it means
-patch(release_outputs=True).
 """
 
 from __future__ import annotations
@@ -25,8 +21,6 @@ import threading
 import weakref
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import ModuleType
-from typing import NamedTuple
 
 import torch
 
@@ -40,15 +34,10 @@ from zbpipe._torch import needs, pipelining, probe
 logger = logging.getLogger("zbpipe")
 
 
-class _State:
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.places: list[places.Place] = []
-        self.calls: list[_Call] = []
-        self.said: set[str] = set()  # warnings, each given once
-
-
-_state = _State()
+_lock = threading.RLock()
+_places: list[places.Place] = []
+_calls: list[_Call] = []
+_said: set[str] = set()  # warnings, each given once
 
 
 @dataclass(eq=False)
@@ -99,7 +88,8 @@ def patch(release_outputs: bool | None = None) -> AbstractContextManager[None]:
         raise TypeError(
             f"release_outputs is {argument(release_outputs)}; expected True, False, or None to leave it as it is"
         )
-    return _Handle(_import(), release_outputs)
+    _import()
+    return _Handle(release_outputs)
 
 
 def unpatch() -> None:
@@ -111,7 +101,7 @@ def unpatch() -> None:
     A name that other code rebound meanwhile stays as it is, and a warning names it. A module of torch that imported
     zbpipe's functions meanwhile gets torch's; other modules keep zbpipe's.
     """
-    with _state.lock:
+    with _lock:
         if state.in_force:
             _add(_Call(None))
             _restore()
@@ -127,53 +117,45 @@ def is_patched() -> bool:
 
 
 class _Handle(AbstractContextManager[None]):
-    def __init__(self, modules: _Modules, release_outputs: bool | None) -> None:
-        self._modules = modules
+    def __init__(self, release_outputs: bool | None) -> None:
         self._release_outputs = release_outputs
-        with _state.lock:
+        with _lock:
             self._call = self._patch()
 
     def _patch(self) -> _Call:
-        _rebind(self._modules, self._release_outputs)
+        _rebind(self._release_outputs)
         return _add(_Call(state.release_outputs, weakref.ref(self)))
 
     def __enter__(self) -> None:
-        with _state.lock:
+        with _lock:
             if self._call.is_block:
                 raise RuntimeError("the block of this patch() has begun already: call patch() again for another.")
             # Since the call another thread's block may have ended, or unpatch() may have been called.
-            if self._call not in _state.calls or not state.in_force:
+            if self._call not in _calls or not state.in_force:
                 self._call = self._patch()
             self._call.is_block = True
 
     def __exit__(self, *error: object) -> None:
-        with _state.lock:
+        with _lock:
             self._call.is_block = False
-            begin = _state.calls.index(self._call)
-            _state.calls[begin:] = [call for call in _state.calls[begin:] if call.is_block]
-            release_outputs = _state.calls[-1].release_outputs if _state.calls else None
+            begin = _calls.index(self._call)
+            _calls[begin:] = [call for call in _calls[begin:] if call.is_block]
+            release_outputs = _calls[-1].release_outputs if _calls else None
             if release_outputs is None:
                 _restore()
             else:
-                _rebind(self._modules, release_outputs)
+                _rebind(release_outputs)
 
 
 def _add(call: _Call) -> _Call:
-    calls = _state.calls
-    if len(calls) > 1 and calls[-1].cannot_be_taken_back() and calls[-2].cannot_be_taken_back():
-        del calls[-2]  # no block returns to it
-    calls.append(call)
+    if len(_calls) > 1 and all(before.cannot_be_taken_back() for before in _calls[-2:]):
+        del _calls[-2]  # no block returns to it
+    _calls.append(call)
     return call
 
 
-class _Modules(NamedTuple):
-    backward: ModuleType
-    importers: list[ModuleType]
-    schedules: ModuleType
-
-
-def _import() -> _Modules:
-    """The modules of torch that patching needs. Raises RuntimeError if torch is too old, or has no pipelining.
+def _import() -> None:
+    """Imports the modules of torch that patching needs. Raises RuntimeError if torch is too old, or has no pipelining.
 
     Called without the lock: a thread that waits for the lock may be in the middle of importing one of these modules.
     """
@@ -183,15 +165,13 @@ def _import() -> _Modules:
     if not torch.distributed.is_available():
         raise RuntimeError(f"torch {torch.__version__} was built without torch.distributed; install one that has it")
     try:
-        backward = importlib.import_module(pipelining.BACKWARD)
-        importers = [importlib.import_module(name) for name in pipelining.IMPORTERS]
-        schedules = pipelining.schedules_module()
+        for name in (pipelining.BACKWARD, *pipelining.IMPORTERS, pipelining.SCHEDULES):
+            importlib.import_module(name)
     except ImportError as error:
         raise RuntimeError(f"torch {torch.__version__} has no module {error.name}; {_ADVICE}") from error
-    return _Modules(backward, importers, schedules)
 
 
-def _rebind(modules: _Modules, release_outputs: bool | None) -> None:
+def _rebind(release_outputs: bool | None) -> None:
     """patch()'s work, with the lock held."""
     if state.in_force:
         if release_outputs is not None and release_outputs != state.release_outputs:
@@ -200,9 +180,9 @@ def _rebind(modules: _Modules, release_outputs: bool | None) -> None:
         return
     if release_outputs is None:
         release_outputs = env.release_outputs()
-    originals = _originals(modules)
+    originals, schedules = _originals(), pipelining.schedules_module()
     _refuse_unknown()
-    _state.places = [*table.functions(originals, modules.schedules), *table.wraps(modules.schedules)]
+    _places[:] = [*table.functions(originals, schedules), *table.wraps(schedules)]
     data_parallel.look()
     if refusal := probe.refusal("the scale of main_grad"):
         scale.refusal = (
@@ -210,12 +190,12 @@ def _rebind(modules: _Modules, release_outputs: bool | None) -> None:
             f"{_ADVICE}"
         )
     state.release_outputs = release_outputs
-    for place in _state.places:
+    for place in _places:
         place.replace()
     state.in_force = True
-    _warn_of_strangers(modules)
+    _warn_of_strangers()
     _warn_of_unknown()
-    names = ", ".join(map(str, _state.places))
+    names = ", ".join(map(str, _places))
     effect = ", which changes nothing: this torch does so itself" if pipelining.releases_by_itself() else ""
     logger.info("patched %s; release_outputs is %s%s", names, release_outputs, effect)
 
@@ -224,12 +204,12 @@ def _restore() -> None:
     """unpatch()'s work, with the lock held."""
     if not state.in_force:
         return
-    restored, rebound = places.restore(_state.places)
+    restored, rebound = places.restore(_places)
     if places.is_in_step():
         logger.warning(
             "unpatched within a step, which goes on with torch's functions and may fail; unpatch between steps"
         )
-    _state.places = []
+    _places.clear()
     state.in_force = False
     scale.refusal = None
     data_parallel.forget()
@@ -242,7 +222,7 @@ def _restore() -> None:
         )
 
 
-def _originals(modules: _Modules) -> dict[str, places.Function]:
+def _originals() -> dict[str, places.Function]:
     """torch's functions by name. Raises RuntimeError with all differences from the functions that zbpipe knows."""
     differences = probe.differences("passes")
     for value in vars(pipelining.stage_module()).values():
@@ -254,7 +234,8 @@ def _originals(modules: _Modules) -> dict[str, places.Function]:
             f"zbpipe cannot patch this torch, whose {pipelining.BACKWARD} it does not know: {'; '.join(differences)}; "
             f"{_ADVICE}"
         )
-    return {name: vars(modules.backward)[name] for name in pipelining.REPLACED if name in vars(modules.backward)}
+    theirs = vars(importlib.import_module(pipelining.BACKWARD))
+    return {name: theirs[name] for name in pipelining.REPLACED if name in theirs}
 
 
 _ADVICE = "use a torch that zbpipe knows, or a newer zbpipe."
@@ -262,10 +243,7 @@ _ADVICE = "use a torch that zbpipe knows, or a newer zbpipe."
 
 def _refuse_unknown() -> None:
     """Refuses a torch with which gradients would be wrong. Raises RuntimeError."""
-    wanted = ["stages"]
-    if get_policy().main_grad:
-        wanted.append("the scale of main_grad")
-    for need in wanted:
+    for need in ("stages", "the scale of main_grad") if get_policy().main_grad else ("stages",):
         if refusal := probe.refusal(need):
             raise RuntimeError(f"zbpipe cannot patch torch {torch.__version__}, with which {refusal}; {_ADVICE}")
 
@@ -281,17 +259,17 @@ def _warn_of_unknown() -> None:
         if need.weight in (needs.Weight.SOME_NUMBERS, needs.Weight.MEMORY) and (refusal := probe.refusal(need.name)):
             said.append(f"not all of torch {torch.__version__} is patched: {refusal} ({need.weight.value})")
     for sentence in said:
-        if sentence not in _state.said:
-            _state.said.add(sentence)
+        if sentence not in _said:
+            _said.add(sentence)
             logger.warning("%s", sentence)
 
 
-def _warn_of_strangers(modules: _Modules) -> None:
+def _warn_of_strangers() -> None:
     """Warns of names in torch's pipelining modules that other code rebound before: the patch leaves them alone."""
-    ours = {id(place.replacement) for place in _state.places}
+    ours = {id(place.replacement) for place in _places}
     strangers = [
         f"{module.__name__}.{name}"
-        for module in modules.importers
+        for module in map(importlib.import_module, pipelining.IMPORTERS)
         for name in pipelining.REPLACED
         if name in vars(module) and id(vars(module)[name]) not in ours
     ]

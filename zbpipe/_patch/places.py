@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -58,19 +58,17 @@ def wrapping(owner: Any, name: str, wrapper: Function) -> Iterator[Place]:
     original = vars(owner).get(name)
     if original is None or getattr(original, "__isabstractmethod__", False):
         return
-    if isinstance(owner, type):
-        yield Place(f"{owner.__module__}.{owner.__qualname__}", name, owner, original, _wrapped(original, wrapper))
-    else:
-        yield Place(owner.__name__, name, vars(owner), original, _wrapped(original, wrapper))
+    where = f"{owner.__module__}.{owner.__qualname__}" if isinstance(owner, type) else owner.__name__
+    holder = owner if isinstance(owner, type) else vars(owner)
+    yield Place(where, name, holder, original, _wrapped(original, wrapper))
 
 
-def restore(places: Iterable[Place]) -> tuple[list[Place], list[Place]]:
+def restore(places: list[Place]) -> tuple[list[Place], list[Place]]:
     """Restores the places, and names by which modules of torch have imported a replacement meanwhile.
 
     Returns:
         The restored places, and those that other code has rebound meanwhile, which are left.
     """
-    places = list(places)
     restored = [place for place in places if place.restore()]
     taken_over = {id(place.replacement): place for place in places if isinstance(place.holder, dict)}
     for module, namespace in namespaces():

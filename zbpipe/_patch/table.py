@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -25,37 +26,36 @@ def accept_compiled_stages(stages: Any, schedule_name: str) -> None:
 
 class Wrap(NamedTuple):
     """A function to call around torch's method, or function, of this name. If ``need`` (of the probe) is not met,
-    torch's is left alone. ``by_torch``: torch 2.15 does this itself."""
+    torch's is left alone. So it is for "releases" from torch 2.15 on, which does these itself."""
 
     name: str
     wrapper: Function
     need: str = "stages"
-    by_torch: bool = False
 
 
 # Methods of the base class of all stages.
 OF_ALL_STAGES = (
     Wrap("backward_one_chunk", backward.backward_one_chunk),
     Wrap("scale_grads", scale.scale_grads, "the scale of main_grad"),
-    Wrap("forward_one_chunk", methods.forward_one_chunk, "releases", True),
-    Wrap("get_fwd_recv_ops", methods.get_fwd_recv_ops, "releases", True),
-    Wrap("get_bwd_recv_ops", methods.get_bwd_recv_ops, "releases", True),
-    Wrap("get_fwd_send_ops", methods.get_fwd_send_ops, "releases", True),
-    Wrap("get_bwd_send_ops", methods.get_bwd_send_ops, "releases", True),
-    Wrap("set_local_fwd_input", methods.set_local_fwd_input, "releases", True),
-    Wrap("set_local_bwd_input", methods.set_local_bwd_input, "releases", True),
-    Wrap("clear_runtime_states", methods.clear_runtime_states, "releases", True),
+    Wrap("forward_one_chunk", methods.forward_one_chunk, "releases"),
+    Wrap("get_fwd_recv_ops", methods.get_fwd_recv_ops, "releases"),
+    Wrap("get_bwd_recv_ops", methods.get_bwd_recv_ops, "releases"),
+    Wrap("get_fwd_send_ops", methods.get_fwd_send_ops, "releases"),
+    Wrap("get_bwd_send_ops", methods.get_bwd_send_ops, "releases"),
+    Wrap("set_local_fwd_input", methods.set_local_fwd_input, "releases"),
+    Wrap("set_local_bwd_input", methods.set_local_bwd_input, "releases"),
+    Wrap("clear_runtime_states", methods.clear_runtime_states, "releases"),
 )
 # Methods of the base class and of torch's subclasses: each definition.
 OF_EACH_CLASS = (
-    *(Wrap(name, methods.prepare, "releases", True) for name in pipelining.PREPARE),
+    *(Wrap(name, methods.prepare, "releases") for name in pipelining.PREPARE),
     Wrap(pipelining.COMPUTE_OUTPUTS, data_parallel.compute_outputs),
     Wrap("forward_maybe_with_nosync", data_parallel.forward_maybe_with_nosync),
     Wrap("backward_maybe_with_nosync", data_parallel.backward_maybe_with_nosync),
     Wrap("backward_weight_one_chunk", data_parallel.backward_weight_one_chunk),
 )
 # Functions of the schedules' module.
-OF_SCHEDULES = (Wrap(pipelining.BATCH_P2P, sends.batch_p2p, "releases", True),)
+OF_SCHEDULES = (Wrap(pipelining.BATCH_P2P, sends.batch_p2p, "releases"),)
 
 
 def functions(originals: dict[str, Function], schedules: ModuleType) -> Iterator[Place]:
@@ -68,19 +68,14 @@ def functions(originals: dict[str, Function], schedules: ModuleType) -> Iterator
 
 def wraps(schedules: ModuleType) -> Iterator[Place]:
     """The places to wrap in this torch, which meets the need "stages"."""
-    classes = pipelining.stage_classes()
-    for owners, rows in (
+    tables = (
         ([pipelining.stage_base()], OF_ALL_STAGES),
-        (classes, OF_EACH_CLASS),
+        (pipelining.stage_classes(), OF_EACH_CLASS),
         ([schedules], OF_SCHEDULES),
-    ):
-        yield from _of(owners, rows)
-
-
-def _of(owners: Iterable[Any], rows: tuple[Wrap, ...]) -> Iterator[Place]:
-    by_torch = pipelining.releases_by_itself()
-    unmet = {need for need in {row.need for row in rows} - {"stages"} if probe.differences(need)}
-    for owner in owners:
-        for row in rows:
-            if row.need not in unmet and not (row.by_torch and by_torch):
+    )
+    left = {need for need in {row.need for _, rows in tables for row in rows} if probe.differences(need)}
+    left.update(["releases"] if pipelining.releases_by_itself() else [])
+    for owners, rows in tables:
+        for owner, row in itertools.product(owners, rows):
+            if row.need not in left:
                 yield from wrapping(owner, row.name, row.wrapper)

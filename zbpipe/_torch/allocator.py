@@ -8,7 +8,6 @@ import torch
 
 
 def is_recording() -> bool:
-    """Whether the allocator keeps a history."""
     return torch._C._cuda_isHistoryEnabled()
 
 
@@ -45,5 +44,4 @@ def blocks_now() -> set[tuple[str, int, int]]:
 
 def history(device: int) -> list[dict[str, Any]]:
     """What the allocator has recorded of a device."""
-    found: list[dict[str, Any]] = torch.cuda.memory._snapshot()["device_traces"][device]
-    return found
+    return list(torch.cuda.memory._snapshot()["device_traces"][device])

@@ -10,23 +10,10 @@ from typing import Any
 import torch
 import torch._functorch.config
 from torch import fx
-from torch._guards import CompileContext, TracingContext, compile_context, tracing
-
-__all__ = [
-    "CompileContext",
-    "TracingContext",
-    "compilation_of",
-    "compile_context",
-    "compile_with_aot_eager",
-    "compile_with_inductor",
-    "inductor_options",
-    "inductors_inner_compile",
-    "is_compilation",
-    "mark_boxed",
-    "no_cuda_graphs",
-    "run_as_traced",
-    "tracing",
-]
+from torch._guards import CompileContext as CompileContext
+from torch._guards import TracingContext as TracingContext
+from torch._guards import compile_context as compile_context
+from torch._guards import tracing as tracing
 
 
 def mark_boxed(function: Callable[..., Any]) -> None:
@@ -51,8 +38,7 @@ def compile_with_aot_eager(graph: fx.GraphModule, inputs: list[Any], compile_bac
 def options_of(mode: str | None, options: Mapping[str, Any] | None) -> dict[str, Any]:
     """inductor's configuration for a mode and options of torch.compile. Raises torch.compile's errors."""
     wrapper: Any = torch._TorchCompileInductorWrapper
-    found: dict[str, Any] = wrapper(mode, dict(options or {}), None).config
-    return found
+    return dict(wrapper(mode, dict(options or {}), None).config)
 
 
 def inductor_options(patches: dict[str, Any]) -> Any:

@@ -6,17 +6,7 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-__all__ = [
-    "has_effects",
-    "is_mutable",
-    "is_operator",
-    "is_traceable_wrapper_subclass",
-    "makes_view",
-    "operator_name",
-    "pytree",
-]
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
 
 pytree = _pytree
 

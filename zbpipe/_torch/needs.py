@@ -5,13 +5,13 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
+from zbpipe._torch.pipelining import BACKWARD, SCHEDULES, STAGE
+
 TESTED = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")  # the whole suite has run on these, and on no others
 OLDEST = (2, 11)
 NEWEST = (2, 15)
 
-_PIPELINING = "torch.distributed.pipelining"
-_STAGE = f"{_PIPELINING}.stage"
-_BASE = f"{_STAGE}:_PipelineStageBase"
+_BASE = f"{STAGE}:_PipelineStageBase"
 _FSDP = "torch.distributed.fsdp._fully_shard"
 _GROUP = f"{_FSDP}._fsdp_param_group:FSDPParamGroup"
 _PARAM = f"{_FSDP}._fsdp_param:FSDPParam"
@@ -61,9 +61,9 @@ class Need(NamedTuple):
     slow: str = ""
 
 
-def _in_all(*things: Thing) -> tuple[Way, ...]:
-    """The one way of a need that all releases meet alike."""
-    return (Way("2.11 to 2.15", things),)
+def _in_all(name: str, weight: Weight, consequence: str, *things: Thing, slow: str = "") -> Need:
+    """A need that all releases meet alike."""
+    return Need(name, weight, consequence, (Way("2.11 to 2.15", things),), slow)
 
 
 def _functions(owner: str, signatures: dict[str, str], may_be_missing: bool = False) -> tuple[Thing, ...]:
@@ -81,11 +81,10 @@ def _attributes(owner: str, names: str) -> tuple[Thing, ...]:
     return tuple(Thing(_join(owner, name), "attribute") for name in names.split())
 
 
-def _callables(owner: str, names: str) -> tuple[Thing, ...]:
-    return tuple(Thing(_join(owner, name), "callable") for name in names.split())
+def _callables(owner: str, names: str, may_be_missing: bool = False) -> tuple[Thing, ...]:
+    return tuple(Thing(_join(owner, name), "callable", (), may_be_missing) for name in names.split())
 
 
-_OF_CUDA_BUILDS = _callables("torch._C", "_cuda_isHistoryEnabled _cuda_memoryStats")
 _PASSES = {
     "stage_backward": "stage_output output_grads input_values outputs_with_grads_idxs",
     "stage_backward_input": "stage_outputs_or_loss output_grads input_values weights",
@@ -104,7 +103,7 @@ _DRIVEN = (
     Thing(f"{_BASE}.is_last", "property"),
     *_attributes(_BASE, "submod stage_index dw_builder backward_state args_recv_info grad_recv_info"),
     # Without this method, the forward that tells a stage its shapes runs without gradients.
-    *_functions(f"{_STAGE}:PipelineStage", {"_compute_outputs": "self args module kwargs"}, may_be_missing=True),
+    *_functions(f"{STAGE}:PipelineStage", {"_compute_outputs": "self args module kwargs"}, may_be_missing=True),
 )
 _RELEASES = {
     "forward_one_chunk": "self fwd_chunk_id args kwargs save_forward_output",
@@ -129,14 +128,12 @@ _SHARDED = (
 )
 
 NEEDS = (
-    Need(
+    _in_all(
         "passes",
         Weight.NUMBERS,
         "I and W cannot take the place of torch's",
-        _in_all(
-            *_functions(f"{_PIPELINING}._backward", _PASSES),
-            *_functions(f"{_PIPELINING}._backward", _NEWER_PASSES, may_be_missing=True),
-        ),
+        *_functions(BACKWARD, _PASSES),
+        *_functions(BACKWARD, _NEWER_PASSES, may_be_missing=True),
     ),
     Need(
         "stages",
@@ -149,17 +146,17 @@ NEEDS = (
                 (
                     *_DRIVEN,
                     *_attributes(_BASE, "_forward_chunk_states"),
-                    *_attributes(f"{_STAGE}:_ForwardChunkState", "live_outputs output_grad_edges"),
-                    *_functions(f"{_STAGE}:_ForwardChunkState", {"stage_output_for_backward": "self"}),
+                    *_attributes(f"{STAGE}:_ForwardChunkState", "live_outputs output_grad_edges"),
+                    *_functions(f"{STAGE}:_ForwardChunkState", {"stage_output_for_backward": "self"}),
                 ),
             ),
         ),
     ),
-    Need(
+    _in_all(
         "the scale of main_grad",
         Weight.SOME_NUMBERS,
         "a schedule's division by the number of microbatches would not reach main_grad",
-        _in_all(*_functions(_BASE, {"scale_grads": "self grad_scale_factor"})),
+        *_functions(_BASE, {"scale_grads": "self grad_scale_factor"}),
     ),
     Need(
         "fully_shard",
@@ -170,31 +167,26 @@ NEEDS = (
             Way("2.11", (*_SHARDED, *_attributes(_STATE, "_fsdp_param_group"))),
         ),
     ),
-    Need(
+    _in_all(
         "DistributedDataParallel",
         Weight.SOME_NUMBERS,
         "DistributedDataParallel would reduce at the wrong moment, or never",
-        _in_all(
-            *_attributes(
-                f"{_DDP}:DistributedDataParallel",
-                "reducer module static_graph find_unused_parameters parameters_to_ignore "
-                "_static_graph_delay_allreduce_enqueued",
-            ),
-            *_functions(_DDP, {"_find_tensors": "obj"}),
-            Thing("torch.distributed:Reducer.prepare_for_backward", "callable"),
-            Thing("torch.distributed:Reducer._delay_all_reduce", "callable"),
+        *_attributes(
+            f"{_DDP}:DistributedDataParallel",
+            "reducer module static_graph find_unused_parameters parameters_to_ignore "
+            "_static_graph_delay_allreduce_enqueued",
         ),
+        *_functions(_DDP, {"_find_tensors": "obj"}),
+        *_callables("torch.distributed:Reducer", "prepare_for_backward _delay_all_reduce"),
     ),
-    Need(
+    _in_all(
         "the composable replicate",
         Weight.SOME_NUMBERS,
         "replicate would reduce at the wrong moment, or never",
-        _in_all(
-            *_functions(_COMPOSABLE, {"_get_registry": "module"}),
-            Thing(f"{_COMPOSABLE}:replicate.state", "callable"),
-            *_attributes(f"{_COMPOSABLE}.replicate:_ReplicateState", "_ddp _no_sync _init_args"),
-            *_functions(f"{_COMPOSABLE}.replicate:_ReplicateState", {"lazy_init": "self"}),
-        ),
+        *_functions(_COMPOSABLE, {"_get_registry": "module"}),
+        Thing(f"{_COMPOSABLE}:replicate.state", "callable"),
+        *_attributes(f"{_COMPOSABLE}.replicate:_ReplicateState", "_ddp _no_sync _init_args"),
+        *_functions(f"{_COMPOSABLE}.replicate:_ReplicateState", {"lazy_init": "self"}),
     ),
     Need(
         "releases",
@@ -206,73 +198,60 @@ NEEDS = (
                 "2.11 to 2.14",
                 (
                     *_functions(_BASE, _RELEASES),
-                    *_functions(f"{_PIPELINING}.schedules", {"_batch_p2p": "p2p_ops desc"}),
-                    *_attributes(f"{_STAGE}:_RecvInfo", "buffer"),
+                    *_functions(SCHEDULES, {"_batch_p2p": "p2p_ops desc"}),
+                    *_attributes(f"{STAGE}:_RecvInfo", "buffer"),
                     *_attributes(_BASE, "device fwd_cache"),
                     *_attributes("torch.distributed:P2POp", "op tensor group peer"),
                 ),
             ),
         ),
     ),
-    Need(
+    _in_all(
         "compiled stages",
         Weight.MEMORY,
         "its schedules refuse compiled stages",
-        _in_all(
-            *_functions(
-                f"{_PIPELINING}.schedules",
-                {"_check_torch_compile_compatibility": "stages schedule_name"},
-                may_be_missing=True,
-            ),
-        ),
+        *_functions(SCHEDULES, {"_check_torch_compile_compatibility": "stages schedule_name"}, may_be_missing=True),
     ),
-    Need(
+    _in_all(
         "tensors and nodes",
         Weight.TOOL,
         "explain, defer, release and the leak tools",
-        _in_all(
-            *_attributes("torch:Tensor", "_base _version"),
-            *_callables("torch:Tensor", "_is_view _make_subclass _use_count"),
-            *_callables("torch._C", "_DisableAutocast _autocast_supported_devices DisableTorchFunction"),
-            *_callables("torch._C", "_storage_Use_Count _swap_tensor_impl _has_storage _is_alias_of"),
-            *_attributes("torch:UntypedStorage", "_cdata"),
-            *_attributes("torch.nn:Module", "_parameters _buffers _modules"),
-            *_attributes("torch.nn.utils.parametrize", "_cache"),
-            *_callables("torch.utils._python_dispatch", "is_traceable_wrapper_subclass"),
-            *_callables("torch.utils._pytree", "tree_flatten tree_unflatten tree_map"),
-        ),
+        *_attributes("torch:Tensor", "_base _version"),
+        *_callables("torch:Tensor", "_is_view _make_subclass _use_count"),
+        *_callables("torch._C", "_DisableAutocast _autocast_supported_devices DisableTorchFunction"),
+        *_callables("torch._C", "_storage_Use_Count _swap_tensor_impl _has_storage _is_alias_of"),
+        *_attributes("torch:UntypedStorage", "_cdata"),
+        *_attributes("torch.nn:Module", "_parameters _buffers _modules"),
+        *_attributes("torch.nn.utils.parametrize", "_cache"),
+        *_callables("torch.utils._python_dispatch", "is_traceable_wrapper_subclass"),
+        *_callables("torch.utils._pytree", "tree_flatten tree_unflatten tree_map"),
     ),
-    Need(
+    _in_all(
         "inner backwards",
         Weight.TOOL,
         "passes under policy(main_grad=True), loops under fully_shard",
-        _in_all(
-            *_functions("torch.autograd", {"_engine_run_backward": "t_outputs args kwargs"}),
-            *_callables("torch._C", "_stash_obj_in_tls _get_obj_in_tls _is_key_in_tls _current_graph_task_id"),
-        ),
+        *_functions("torch.autograd", {"_engine_run_backward": "t_outputs args kwargs"}),
+        *_callables("torch._C", "_stash_obj_in_tls _get_obj_in_tls _is_key_in_tls _current_graph_task_id"),
     ),
-    Need(
+    _in_all(
         "the CUDA allocator",
         Weight.TOOL,
         "zbpipe.memory and the leak tools on CUDA",
-        _in_all(
-            *_callables("torch.cuda.memory", "_record_memory_history _snapshot"),
-            *(thing._replace(may_be_missing=True) for thing in _OF_CUDA_BUILDS),
-        ),
+        *_callables("torch.cuda.memory", "_record_memory_history _snapshot"),
+        # Missing where torch is built without CUDA.
+        *_callables("torch._C", "_cuda_isHistoryEnabled _cuda_memoryStats", may_be_missing=True),
     ),
-    Need(
+    _in_all(
         "compilers",
         Weight.TOOL,
         "zbpipe.compile and explain of compiled modules",
-        _in_all(
-            *_callables("torch._dynamo.backends.debugging", "aot_eager boxed_nop"),
-            *_callables(_INDUCTOR, "compile_fx compile_fx_inner"),
-            *_callables("torch._dynamo.eval_frame", "_TorchDynamoContext"),
-            *_callables("torch._inductor.utils", "BoxedBool"),
-            *_callables("torch", "_TorchCompileInductorWrapper"),
-            *_callables("torch._guards", "CompileContext TracingContext compile_context tracing"),
-            *_callables("torch._ops", "OpOverload HigherOrderOperator"),
-        ),
+        *_callables("torch._dynamo.backends.debugging", "aot_eager boxed_nop"),
+        *_callables(_INDUCTOR, "compile_fx compile_fx_inner"),
+        *_callables("torch._dynamo.eval_frame", "_TorchDynamoContext"),
+        *_callables("torch._inductor.utils", "BoxedBool"),
+        *_callables("torch", "_TorchCompileInductorWrapper"),
+        *_callables("torch._guards", "CompileContext TracingContext compile_context tracing"),
+        *_callables("torch._ops", "OpOverload HigherOrderOperator"),
         slow=_INDUCTOR,
     ),
 )

@@ -11,6 +11,7 @@ from typing import Any
 PIPELINING = "torch.distributed.pipelining"
 BACKWARD = f"{PIPELINING}._backward"
 STAGE = f"{PIPELINING}.stage"
+SCHEDULES = f"{PIPELINING}.schedules"
 IMPORTERS = (STAGE, f"{PIPELINING}._IR")
 GRADS_FOR_INPUTS = "_autograd_grad_for_inputs"
 REPLACED = ("stage_backward", "stage_backward_input", "stage_backward_weight", GRADS_FOR_INPUTS)  # what stages call
@@ -27,7 +28,7 @@ def stage_module() -> ModuleType:
 
 
 def schedules_module() -> ModuleType:
-    return importlib.import_module(f"{PIPELINING}.schedules")
+    return importlib.import_module(SCHEDULES)
 
 
 def stage_base() -> Any:

@@ -26,21 +26,20 @@ import types
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from zbpipe._torch.needs import NEEDS, TESTED, Need, Thing, Way
+from zbpipe._torch.needs import NEEDS, Need, Thing, Way
 
 _MISSING = object()
 
 
 class Row(NamedTuple):
-    """A row of the report: a thing, the expected and the found state, and what depends on it."""
+    """A row of the report: a thing, the expected and the found state, and the need of it."""
 
     name: str
     expected: str
     found: str
     ok: bool
     releases: str
-    need: str
-    consequence: str
+    need: Need
 
 
 _BY_NAME = {need.name: need for need in NEEDS}
@@ -57,11 +56,6 @@ def report(leave_out: Collection[Need] = ()) -> list[Row]:
     It imports the modules. A module that this torch does not have counts as missing.
     """
     return [row for need in NEEDS if need not in leave_out for row in _rows(need)]
-
-
-def was_tested(version: str) -> bool:
-    """Whether the tests have run on this version of torch, built for the CPU or for a GPU."""
-    return version.partition("+")[0] in TESTED
 
 
 def differences(name: str) -> list[str]:
@@ -96,9 +90,8 @@ def _rows(need: Need) -> list[Row]:
 
 def _row(need: Need, way: Way, thing: Thing) -> Row:
     found = _difference(thing)
-    consequence = f"{need.weight.value}: {need.consequence}"
     name = thing.name.replace(":", ".")
-    return Row(name, str(thing), found or "as expected", found is None, way.releases, need.name, consequence)
+    return Row(name, str(thing), found or "as expected", found is None, way.releases, need)
 
 
 def _difference(thing: Thing) -> str | None:

@@ -69,7 +69,6 @@ class Scope:
 
     @property
     def handle(self) -> _C.Handle | None:
-        """The target's."""
         return self.target if type(self.target) is _C.Handle else _C.handle_of(self.target)
 
     def includes(self, serial: int) -> bool:

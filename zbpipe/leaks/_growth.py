@@ -37,8 +37,7 @@ from zbpipe._torch import allocator
 from zbpipe.leaks._alike import numbered_spans
 from zbpipe.leaks._collector import collector
 from zbpipe.leaks._grown import Group, Grown, groups_of, grown_of, lines_of
-from zbpipe.leaks._judge import Windows
-from zbpipe.leaks._report import Report
+from zbpipe.leaks._judge import living, windows_of
 from zbpipe.leaks._results import Cycle
 from zbpipe.leaks._search import Found, Scope, natives_now, others_of, search, storages_now
 
@@ -86,7 +85,7 @@ class Growth:
             self._counts_others = allocator.is_in_use()
             self._older: object = storages_now()
             self._last: object = None  # storages that others' identities must not be given to
-            self._windows = Windows()
+            self._optimizers = weakref.WeakSet(living(torch.optim.Optimizer))
         except BaseException:
             self._end()  # the error may keep this object
             raise
@@ -168,7 +167,7 @@ class Growth:
         return found
 
     def _of_memory(self, rising: list[str], is_late: bool) -> list[Grown]:
-        windows = _C.storages_of(self._windows.tensors())
+        windows = _C.storages_of(windows_of(self._optimizers))
         serials = {address: serial for address, _, serial in _C.live_blocks(self._since)}
         result = search(Scope(since=self._since, older=self._older if self._counts_others else None))
         bounded, others = list[Found](), list[Found]()
@@ -286,8 +285,3 @@ def _nodes_of(handle: _C.Handle | None) -> list[_C.Handle]:
     """A tensor's node, or the nodes that follow a node."""
     held = [] if handle is None else _C.references_of(handle)
     return [one for one, label, _ in held if label == "grad_fn" or (label or "").startswith("next node")]
-
-
-def report_of(groups: list[Grown], cycles: list[Cycle]) -> Report:
-    leaks = sorted((leak for group in groups for leak in group.leaks), key=lambda leak: -leak.bytes)
-    return Report(leaks=leaks, cycles=cycles if leaks else [])

@@ -36,9 +36,9 @@ Reference = tuple[Any, "str | None", bool]
 
 _SKIPPED, _PLAIN, _NATIVE, _PARTLY_NATIVE, _ARRAY, _WORK = range(6)
 _PARTLY_NATIVE_TYPES = (_C.ParamGroup, SAVED_TENSOR, type(datetime.datetime_CAPI))
-_FLAGS = vars(type)["__flags__"]  # a metaclass may have a property of this name
+TYPE_FLAGS = vars(type)["__flags__"]  # a metaclass may have a property of this name
 _HAS_REFERENTS = 1 << 14  # Py_TPFLAGS_HAVE_GC
-_NOBODY = -1
+NOBODY = -1
 _OWN = 2  # of sys.getrefcount(): the list of things, the argument
 
 
@@ -52,7 +52,7 @@ class Heap:
     def __init__(self, held: dict[int, list[Any]], ignored: Iterable[Any]) -> None:
         self.things: list[Any] = []
         self.parents: list[int] = []
-        self.place: dict[int, int] = {id(thing): _NOBODY for thing in ignored}
+        self.place: dict[int, int] = {id(thing): NOBODY for thing in ignored}
         self.reached = sys.maxsize  # what comes from here on the roots do not reach
         self.edges: list[list[int]] = []  # of each of those, to others of them
         self.unseen: Counter[str] = Counter()
@@ -68,15 +68,13 @@ class Heap:
 
     def add_roots(self, roots: Iterable[Any]) -> None:
         for root in roots:
-            self._meet(root, _NOBODY)
+            self._meet(root, NOBODY)
 
     def explore(self, begin: int = 0) -> None:
         """Looks at all things from a place on, and at all that these hold."""
         things, parents, place, special = self.things, self.parents, self.place, self._special
         referents, kind_of = gc.get_referents, self._kinds.get
-        at = begin - 1
-        for thing in islice(things, begin, None):  # which becomes longer meanwhile
-            at += 1
+        for at, thing in enumerate(islice(things, begin, None), begin):  # which becomes longer meanwhile
             if at in special:
                 for reference in self.references(thing):
                     self._meet_reference(*reference, at)
@@ -98,14 +96,11 @@ class Heap:
         self.reached = len(self.things)
         self.add_roots(one for one in listed if id(one) not in self.place)
         listed.clear()
-        at = self.reached - 1
-        for thing in islice(self.things, self.reached, None):
-            at += 1
+        for at, thing in enumerate(islice(self.things, self.reached, None), self.reached):
             holds = [self._meet_reference(*reference, at) for reference in self.references(thing)]
             self.edges.append([place - self.reached for place in holds if place >= self.reached])
 
     def references(self, thing: Any) -> Iterator[Reference]:
-        """What a thing holds."""
         if id(thing) in self.held:
             yield from ((one, None, False) for one in self.held[id(thing)])
             return
@@ -158,14 +153,14 @@ class Heap:
         if held is None:
             if label is not None:
                 self.unseen[label] += 1
-            return _NOBODY
+            return NOBODY
         return self._meet(held, at, is_native)
 
     def _meet(self, held: Any, at: int, is_native: bool = False) -> int:
         """The place of what is held; a new one if it is met for the first time."""
         kind = self._kind_of(held)
         if kind == _SKIPPED:
-            return _NOBODY
+            return NOBODY
         if kind == _NATIVE and type(held) is not _C.Handle:
             held = _C.handle_of(held) or held  # an undefined tensor has none
         place = self.place.get(id(held))
@@ -182,7 +177,7 @@ class Heap:
                 self._special.add(place)
                 if kind == _WORK:
                     self.works.append(place)
-        if at != _NOBODY:
+        if at != NOBODY:
             (self._native_references if is_native else self._python_references)[place] += 1
         return place
 
@@ -202,7 +197,7 @@ class Heap:
             return _ARRAY
         if self._work is not None and issubclass(cls, self._work):
             return _WORK
-        return _PLAIN if _FLAGS.__get__(cls) & _HAS_REFERENTS else _SKIPPED
+        return _PLAIN if TYPE_FLAGS.__get__(cls) & _HAS_REFERENTS else _SKIPPED
 
 
 def natives_of(listed: list[Any]) -> dict[str, list[Any]]:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import functools
 import gc
 import time
-import weakref
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,13 +45,13 @@ def bounded_blocks() -> dict[int, tuple[int, str]]:
     """Of blocks that nothing visible holds: how many of each size torch itself may keep, and as what. Keyed by their
     bytes."""
     kept = (
-        (ddp.bucket_bytes(_living(DistributedDataParallel)), _A_BUCKET),
+        (ddp.bucket_bytes(living(DistributedDataParallel)), _A_BUCKET),
         (_autocast_sizes(), _AUTOCASTS),
     )
     return {size: (count, holder) for counts, holder in kept for size, count in counts.items()}
 
 
-def _living(cls: type | tuple[type, ...]) -> list[Any]:
+def living(cls: type | tuple[type, ...]) -> list[Any]:
     """All instances that the collector knows, by their types alone."""
     return [thing for thing in gc.get_objects() if issubclass(type(thing), cls)]
 
@@ -65,33 +64,27 @@ def _autocast_sizes() -> Counter[int]:
     with autograd.without_torch_functions():
         return Counter(
             weight.numel() * width
-            for weight in _living(torch.nn.Parameter)
+            for weight in living(torch.nn.Parameter)
             if weight.requires_grad and weight.dtype == torch.float32
         )
 
 
-class Windows:
-    """What may grow up to a bound: optimizers' state, and collections and caches with a maximum length."""
-
-    def __init__(self) -> None:
-        self._optimizers = weakref.WeakSet(_living(torch.optim.Optimizer))
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Those in them now."""
-        found: list[torch.Tensor] = []
-        for optimizer in self._optimizers:
-            state, groups = (vars(optimizer).get(name) for name in ("state", "param_groups"))
-            if issubclass(type(state), dict) and issubclass(type(groups), list):
-                parameters = {id(p) for group in groups for p in group.get("params", ())}
-                for parameter, values in dict.items(state):
-                    found += tensors_in(values) if id(parameter) in parameters else []
-        for thing in _living(_BOUNDED):
-            if issubclass(type(thing), deque):
-                if deque.maxlen.__get__(thing) is not None:
-                    found += tensors_in(list(deque.__iter__(thing)), is_wide=True)
-            elif thing.cache_parameters()["maxsize"] is not None:
-                found += tensors_in(thing, is_wide=True)
-        return found
+def windows_of(optimizers: Iterable[Any]) -> list[torch.Tensor]:
+    """What may grow up to a bound: tensors in optimizers' state, in collections and caches with a maximum length."""
+    found: list[torch.Tensor] = []
+    for optimizer in optimizers:
+        state, groups = (vars(optimizer).get(name) for name in ("state", "param_groups"))
+        if issubclass(type(state), dict) and issubclass(type(groups), list):
+            parameters = {id(p) for group in groups for p in group.get("params", ())}
+            for parameter, values in dict.items(state):
+                found += tensors_in(values) if id(parameter) in parameters else []
+    for thing in living(_BOUNDED):
+        if issubclass(type(thing), deque):
+            if deque.maxlen.__get__(thing) is not None:
+                found += tensors_in(list(deque.__iter__(thing)), is_wide=True)
+        elif thing.cache_parameters()["maxsize"] is not None:
+            found += tensors_in(thing, is_wide=True)
+    return found
 
 
 def with_fates(found: list[Found], born: dict[int, int], since: int) -> list[Found]:

@@ -157,7 +157,6 @@ def refusal_of(path: Path) -> str | None:
 
 
 def _dot_of(report: Report, max_leaks: int) -> str:
-    """The picture of a report as text."""
     names: dict[tuple[str, Holder | int], str] = {}  # a box is its holder, and the box before it
     lines = [
         "digraph leaks {",

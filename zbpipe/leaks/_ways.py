@@ -9,13 +9,11 @@ from typing import Any
 from zbpipe import _C
 from zbpipe._torch.autograd import FUNCTION_NODE
 from zbpipe.leaks import _python
-from zbpipe.leaks._heap import Heap
+from zbpipe.leaks._heap import NOBODY, TYPE_FLAGS, Heap
 
 HEAD, TAIL = 12, 6  # of a long chain so many places at its ends are shown
 LEFT_OUT = -2  # stands for the middle
-NOBODY = -1
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE
-_FLAGS = vars(type)["__flags__"]
 
 
 class Ways:
@@ -132,7 +130,7 @@ def _innocence(thing: Any) -> int:
     if cls is types.FunctionType or cls is types.FrameType:
         code = thing.__code__ if cls is types.FunctionType else thing.f_code
         return int(_python.library_path(code.co_filename) is not None)
-    return int(_python.is_of_a_library(_python.module_of_class(cls))) if _FLAGS.__get__(cls) & _HEAP_TYPE else 2
+    return int(_python.is_of_a_library(_python.module_of_class(cls))) if TYPE_FLAGS.__get__(cls) & _HEAP_TYPE else 2
 
 
 def _components(edges: list[list[int]], is_open: list[bool]) -> list[int]:

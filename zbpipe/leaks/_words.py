@@ -22,9 +22,10 @@ from zbpipe import _C
 from zbpipe._torch.modules import REGISTERED
 from zbpipe._torch.pipelining import work_type
 from zbpipe.leaks import _python
+from zbpipe.leaks._heap import NOBODY
 from zbpipe.leaks._python import NOTHING, callable_name, code_place, key_text, namespace_of, type_name
 from zbpipe.leaks._results import Holder
-from zbpipe.leaks._ways import LEFT_OUT, NOBODY, Ways
+from zbpipe.leaks._ways import LEFT_OUT, Ways
 
 _SUSPENDED = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 _SEQUENCES = (list, tuple, collections.deque)

@@ -70,7 +70,6 @@ Marks = namedtuple("Marks", "time_ns events live peak allocated freed allocation
 
 
 def phase_of(marks: Marks, kind: str, stage: int | None, microbatch: int | None, begin: int, end: int) -> Phase:
-    """The phase from one mark to another one."""
     times = {"begin_ns": marks.time_ns[begin] - marks.time_ns[0], "end_ns": marks.time_ns[end] - marks.time_ns[0]}
     lives = {"live_begin": marks.live[begin], "live_end": marks.live[end], "peak": max(marks.peak[begin:end])}
     sums = {name: sum(getattr(marks, name)[begin:end]) for name in ("allocated", "freed", "allocations", "frees")}

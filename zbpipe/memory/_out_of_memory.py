@@ -77,7 +77,6 @@ def _holders(device: str, since: int, older: object) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that an allocator has no memory left."""
     is_of_the_cpu = isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_THE_CPU)
     return is_of_the_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
