@@ -6,17 +6,7 @@ import re
 import pytest
 import torch
 from support.functions import Ignoring, Planned, raising
-from support.oracle import (
-    Stage,
-    close,
-    fresh,
-    input_pass,
-    needs_zbpipe,
-    small,
-    weights_of,
-    wrong_on_torch,
-    zb,
-)
+from support.oracle import Stage, close, fresh, input_pass, needs_zbpipe, small, weights_of, wrong_on_torch, zb
 from support.processes import in_own_process
 from torch import nn
 

@@ -17,20 +17,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from support import pipelines
 from support.blocks import MICROBATCHES, SCHEDULES, WIDTH, ZERO_BUBBLE, Linears, batch, blocks, f64
-from support.pipelines import (
-    Case,
-    Model,
-    Pipeline,
-    assert_close,
-    count_of,
-    joined,
-    ranks_of,
-    train,
-    unpipelined,
-    unwatch,
-    watch,
-)
+from support.pipelines import Model, Pipeline, assert_close, joined, ranks_of, train, unpipelined, unwatch, watch
 from support.processes import forks
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -187,7 +176,7 @@ def run(name, kind, release):
     """Steps 0 and 1 patched, with an evaluation between them where torch has one, step 2 on torch's own after unpatch() (which
     fails on odd outputs). Step 1 is watched. The garbage collector is off."""
     gc.disable()
-    line = Pipeline(name, MODELS[kind].build(count_of(name))[1]).start()
+    line = Pipeline(name, MODELS[kind].build(pipelines.count_of(name))[1]).start()
     numbers, watches, found, seen = itertools.count(), [], [], []
 
     def step(x, target):
@@ -211,7 +200,7 @@ def run(name, kind, release):
 
 
 CASES = {
-    f"{name} {kind} {release}": Case(functools.partial(run, name, kind, release), module="torch")
+    f"{name} {kind} {release}": pipelines.Case(functools.partial(run, name, kind, release), module="torch")
     for name, kind, release in RUNS
     if kind == "plain" or SENDS_NONE
 }
