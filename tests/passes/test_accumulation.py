@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from support.oracle import Stage, fresh, input_pass, needs_zbpipe, zb
+from support.oracle import Stage, fresh, input_pass, needs_zbpipe, net, zb
 from torch import nn
 
 pytestmark = needs_zbpipe
@@ -19,7 +19,7 @@ def fused(request):
 
 
 def network():
-    return Stage(lambda m, x: m.net(x), net=nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)))
+    return net(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
 
 
 def operations(m):

@@ -370,9 +370,7 @@ def output_is_captured(m, x):
 @needs_zbpipe
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("needs_grad", [True, False])
-@pytest.mark.parametrize(
-    "forward", [output_is_argument, output_is_argument_that_gives_nothing, output_is_captured], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("forward", [output_is_argument, output_is_argument_that_gives_nothing, output_is_captured])
 def test_output_that_a_region_reads_has_its_history_until_w(forward, needs_grad, choice):
     stage = Stage(forward, a=(4, 4), b=(4, 4))
     with zb.policy(checkpoint=choice):

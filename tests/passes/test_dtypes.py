@@ -6,15 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import oracle
-from support.oracle import Stage, case, check, fresh, needs_zbpipe, no_grads, random_input, table, weight, zb
+from support.oracle import Stage, case, check, fresh, needs_zbpipe, net, no_grads, random_input, table, weight, zb
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 f64 = torch.float64
-
-
-def net(*layers):
-    return Stage(lambda m, x: m.net(x), net=nn.Sequential(*layers))
 
 
 def linear(dtype=f64):
@@ -151,16 +147,11 @@ class PassOn(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
-    "context",
-    [
-        pytest.param(torch.no_grad, marks=needs_zbpipe),
-        pytest.param(torch.inference_mode, marks=needs_zbpipe),  # what comes out is usable outside of it
-        torch.enable_grad,
-        PassOn,
-    ],
-    ids=lambda context: context.__name__,
-)
+# What comes out of inference mode is usable outside of it.
+OURS = [pytest.param(context, marks=needs_zbpipe) for context in (torch.no_grad, torch.inference_mode)]
+
+
+@pytest.mark.parametrize("context", [*OURS, torch.enable_grad, PassOn])
 def test_passes_within(context):
     check(network(), (3, 4), impl=Surroundings(context))
 

@@ -315,12 +315,7 @@ overlapping = handing_through(torch.sum, lambda grad: grad.expand(6).contiguous(
 @wrong_on_torch("an input's gradient is an expanded tensor")
 @pytest.mark.parametrize(
     "forward",
-    [
-        lambda x: x.sum() * 3.0,
-        lambda x: x.sum(0) * 3.0,
-        lambda x: x.sum(1, keepdim=True) * 2.0,
-        overlapping,
-    ],
+    [lambda x: x.sum() * 3.0, lambda x: x.sum(0) * 3.0, lambda x: x.sum(1, keepdim=True) * 2.0, overlapping],
     ids=["sum", "sum over rows", "sum over columns", "Function"],
 )
 def test_an_inputs_gradient_can_be_added_to_in_place(forward):

@@ -6,17 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import oracle
-from support.oracle import Stage, case, check, fresh, needs_zbpipe, no_grads, random_input, small, wrong_on_torch, zb
+from support.oracle import Stage, case, check, fresh, needs_zbpipe, net, random_input, small, wrong_on_torch, zb
 from torch import nn
 
 f64 = torch.float64
 TWICE = "one backward per group over a graph that they share: backward twice"
 BRIDGED = "groups that a later parameter bridges: backward twice"
 ONE_TENSOR = "the two .grad are one tensor"
-
-
-def net(*layers):
-    return Stage(lambda m, x: m.net(x), net=nn.Sequential(*layers))
 
 
 def linear(inputs=4, outputs=4):
@@ -140,9 +136,9 @@ def parts_of_one_weight(m, x):
     case(
         "regulariser",
         lambda m, x: (x @ m.a).sum() + 0.1 * m.a.pow(2).sum() + 0.2 * m.b.abs().sum(),
-        output_grads=no_grads,
+        output_grads=oracle.no_grads,
     ),
-    case("norm of one not used otherwise", lambda m, x: (x @ m.a).sum() * m.s.norm(), output_grads=no_grads),
+    case("norm of one not used otherwise", lambda m, x: (x @ m.a).sum() * m.s.norm(), output_grads=oracle.no_grads),
     # Frozen, unused, not listed.
     case("frozen", partly_frozen()),
     case("all frozen", net(linear().requires_grad_(False))),
@@ -175,7 +171,7 @@ def parts_of_one_weight(m, x):
         "expanded gradient",
         lambda m, x: (x * m.a + m.b).sum(),
         (4, 4),
-        output_grads=no_grads,
+        output_grads=oracle.no_grads,
         wrong=".grad is an expanded tensor",
     ),
     case("a view that is a leaf", Stage(lambda m, x: x @ m.a, a=nn.Parameter(torch.randn(16, dtype=f64).view(4, 4)))),
