@@ -102,24 +102,12 @@ class Logits(nn.Module):
         return self.model(x, use_cache=False).logits
 
 
-LIKE_LLAMA = {
-    "hidden_size": WIDTH,
-    "intermediate_size": 2 * WIDTH,
-    "num_hidden_layers": STAGES,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+LIKE_LLAMA = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": STAGES}
+LIKE_LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
 # Its head is its embedding: under ZBV the first and the last stage, on one rank, share a weight.
-LIKE_GPT2 = {
-    "n_positions": LENGTH,
-    "n_embd": WIDTH,
-    "n_layer": STAGES,
-    "n_head": 4,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
-LIKE_GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+LIKE_GPT2 = {"n_positions": LENGTH, "n_embd": WIDTH, "n_layer": STAGES, "n_head": 4}
+LIKE_GPT2 |= {"bos_token_id": 0, "eos_token_id": 0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
 def hugging_face(config, kind, cut=Cut, **given):

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from support import pipelines
 from support.blocks import MICROBATCHES, SCHEDULES, WIDTH, ZERO_BUBBLE, Linears, batch, blocks, f64
+from support.oracle import without_collector
 from support.pipelines import Model, Pipeline, assert_close, joined, ranks_of, train, unpipelined, unwatch, watch
 from support.processes import forks
 from torch import nn
@@ -210,8 +211,7 @@ ranks = ranks_of(__file__, CASES)
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "kind", "release"),
-    [pytest.param(*run, marks=sends_none if run[1] == "odd" else ()) for run in RUNS],
+    ("name", "kind", "release"), [pytest.param(*run, marks=sends_none if run[1] == "odd" else ()) for run in RUNS]
 )
 def test_it_trains_as_unpipelined_and_nothing_lives_longer_than_it_is_needed(name, kind, release, ranks):
     steps, found, seen = zip(*ranks(f"{name} {kind} {release}"), strict=True)
@@ -225,10 +225,8 @@ def test_it_trains_as_unpipelined_and_nothing_lives_longer_than_it_is_needed(nam
 
 @pytest.fixture
 def one_rank(alone):
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+    with without_collector():
+        yield
 
 
 @functools.cache
