@@ -251,11 +251,7 @@ def attributes(tensor):
     return type(tensor), getattr(tensor, "scale", None), getattr(tensor, "place", None), getattr(tensor, "unit", None)
 
 
-SUBCLASSES = {
-    "no class": lambda x: noted(x),
-    "a class": lambda x: Scaled.of(x),
-    "a wrapper": lambda x: Wrapped(x, "m"),
-}
+SUBCLASSES = {"no class": lambda x: noted(x), "a class": lambda x: Scaled.of(x), "a wrapper": lambda x: Wrapped(x, "m")}
 
 
 @pytest.mark.parametrize("history", [False, True])

@@ -353,9 +353,7 @@ STAGES = {
     "reentrant, computed from the input": row(in_a_region(True, gated), where="backward", untouched=False),
     **{
         f"checkpointed, {choice}": row(
-            in_a_region(False, parameter),
-            where="I" if choice == "input_pass" else "W",
-            policy={"checkpoint": choice},
+            in_a_region(False, parameter), where="I" if choice == "input_pass" else "W", policy={"checkpoint": choice}
         )
         for choice in ("keep", "recompute", "input_pass")
     },
