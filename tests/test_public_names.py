@@ -3,7 +3,6 @@
 import builtins
 import inspect
 import re
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -12,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from support.processes import python
 
 import zbpipe
 from zbpipe import _policy, leaks, memory  # its types have no public name
@@ -95,7 +95,7 @@ def test_nothing_is_imported_for_what_is_lazy():
         "from zbpipe.leaks import *\nassert zbpipe.leaks.Grown and 'pytest' not in sys.modules\n"
         "assert zbpipe.leaks.TensorLeaks.__module__ == 'zbpipe.leaks.pytest_plugin'\nprint('ok')"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = python("-c", code)
     assert done.stdout == "ok\n", done.stderr
 
 

@@ -5,7 +5,8 @@ import logging
 import pytest
 import torch
 from support.compiled import check_compiled, mlp, not_split, run_input
-from support.oracle import random_input
+from support.functions import Product
+from support.oracle import Stage, random_input, weight
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -30,17 +31,12 @@ def the_reason(caplog):
     return reason
 
 
-class Scale(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.matrix = nn.Parameter(torch.randn(4, 8))
-
-    def forward(self, x):
-        return x * self.matrix
+def scale():
+    return Stage(lambda m, x: x * m.matrix, matrix=weight(4, 8, dtype=torch.float32))
 
 
 def test_no_product(caplog):
-    check_compiled(Scale(), random_input(2, 4, 8))
+    check_compiled(scale(), random_input(2, 4, 8))
     assert the_reason(caplog) == "no gradient of a weight is a product of its own"
 
 
@@ -49,33 +45,19 @@ def test_vectors_alone_are_nothing_to_split(caplog):
     assert not_split(caplog) == []
 
 
-class Counting(torch.autograd.Function):
+class Counting(Product):
     """Its backward changes a tensor that the forward was given."""
-
-    @staticmethod
-    def forward(ctx, x, w, calls):
-        ctx.save_for_backward(x, w)
-        ctx.calls = calls
-        return x @ w
 
     @staticmethod
     def backward(ctx, grad):
         x, w = ctx.saved_tensors
-        ctx.calls.add_(1)
+        ctx.given.add_(1)
         return grad @ w.t(), x.t() @ grad, None
 
 
 def test_side_effect_in_the_backward(caplog):
-    class Counted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w = nn.Parameter(torch.randn(8, 8))
-            self.register_buffer("calls", torch.zeros(()))
-
-        def forward(self, x):
-            return Counting.apply(x, self.w, self.calls)
-
-    net = Counted()
+    w, calls = weight(8, 8, dtype=torch.float32), torch.zeros(())
+    net = Stage(lambda m, x: Counting.apply(x, m.w, m.calls), w=w, calls=calls)
     compiled = zbpipe.compile(net, backend="aot_eager")
     for k in range(2):
         x = torch.randn(4, 8, requires_grad=True)
@@ -123,7 +105,7 @@ def test_halves_that_hold_for_fewer_sizes_than_the_whole(caplog, monkeypatch):
 
 
 def test_one_line_per_graph(caplog):
-    net = nn.Sequential(Scale(), Scale())
+    net = nn.Sequential(scale(), scale())
 
     def forward(x):
         x = net[0](x)

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 from support.compiled import Block, bytes_held, mlp, run_input
-from support.oracle import without_collector
+from support.oracle import Stage, weight, without_collector
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import checkpoint
@@ -83,17 +83,12 @@ def test_recomputation_holds_less():
     """Under checkpointing within the graph both halves need what is computed again; W may do so once more."""
 
     def forward(net, x):
-        h = net.up(x)
-        return net.down(h.exp()) + net.side(h.exp().tanh())
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up, self.down, self.side = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(16, 8)
+        h = net[0](x)
+        return net[1](h.exp()) + net[2](h.exp().tanh())
 
     held = {}
     for recompute in (False, True):
-        net = Net()
+        net = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(16, 8))
         compiled = zbpipe.compile(
             lambda x, net=net: checkpoint(forward, net, x, use_reentrant=False),
             backend="aot_eager",
@@ -174,15 +169,8 @@ def test_groups_print_and_are_accounted():
 def test_parameter_that_w_reads_is_copied():
     """fully_shard frees what it gathered after I; and an optimizer may step before W."""
 
-    class Chain(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = (nn.Parameter(torch.randn(8, 8)) for _ in range(2))
-
-        def forward(self, x):
-            return x @ (self.a @ self.b)
-
-    net = Chain()
+    a, b = (weight(8, 8, dtype=torch.float32) for _ in range(2))
+    net = Stage(lambda m, x: x @ (m.a @ m.b), a=a, b=b)
     compiled = zbpipe.compile(net, backend="aot_eager")
     x = torch.randn(4, 8, requires_grad=True)
     expected = torch.autograd.grad(net(x).sum(), [net.a, net.b])

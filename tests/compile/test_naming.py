@@ -2,13 +2,12 @@
 
 import logging
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from support.compiled import Block, not_split, run_input
+from support.processes import python
 
 import zbpipe
 from zbpipe._compile import compile_backend  # the entry point's function
@@ -48,7 +47,7 @@ def test_by_its_name(tmp_path):
         "net(torch.ones(2, 4)).sum().backward()\n"
         "print(net.weight.grad.sum().item(), 'zbpipe' in sys.modules)\n"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    ran = python("-c", code)
     assert ran.stdout == "32.0 True\n", ran.stderr
 
 

@@ -3,17 +3,8 @@ own module needs."""
 
 import pytest
 import torch
-from support.oracle import (
-    Stage,
-    at_once,
-    check,
-    last_microbatch_first,
-    late,
-    needs_zbpipe,
-    random_input,
-    wrong_on_torch,
-    zb,
-)
+from support import oracle
+from support.oracle import Stage, check, last_microbatch_first, late, needs_zbpipe, random_input, wrong_on_torch, zb
 from torch import nn
 
 pytestmark = pytest.mark.slow
@@ -84,7 +75,7 @@ def log_weights(m):
     ],
 )
 def test_compiled_stages(make, backend, x, setup):
-    check(make(backend), x, setup=setup or (lambda m: None), orders=(at_once, last_microbatch_first, late))
+    check(make(backend), x, setup=setup or (lambda m: None), orders=(oracle.at_once, last_microbatch_first, late))
 
 
 @needs_zbpipe

@@ -1,18 +1,16 @@
 """No sentence of the pages has more than 30 words: tools/sentences.py counts."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.processes import python
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def count(*arguments):
-    command = [sys.executable, ROOT / "tools" / "sentences.py", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return python(ROOT / "tools" / "sentences.py", *arguments)
 
 
 def test_sentences_of_the_pages_are_short():

@@ -1,24 +1,17 @@
 """The tables of README and docs are those that benchmarks/tables.py makes of what was measured."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.processes import python
 
 ROOT = Path(__file__).parents[2]
 TABLES = ROOT / "benchmarks" / "tables.py"
 
 
-def check(program, *arguments):
-    return subprocess.run(
-        [sys.executable, program, *arguments], capture_output=True, text=True, timeout=120, check=False
-    )
-
-
 def test_the_pages_say_what_was_measured():
-    done = check(TABLES, "--check")
+    done = python(TABLES, "--check")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -42,9 +35,9 @@ def test_a_figure_that_is_typed_is_found_and_written_over(project):
     text = page.read_text()
     page.write_text(text.replace(" MB (0.", " MB (9.", 1))
     assert page.read_text() != text
-    done = check(made, "--check")
+    done = python(made, "--check")
     assert (done.returncode, done.stdout.partition(":")[0]) == (1, "docs/numbers.md")
-    assert check(made).returncode == 0
+    assert python(made).returncode == 0
     assert page.read_text() == text
 
 
@@ -53,7 +46,7 @@ def test_another_measurement_makes_other_tables(project):
     measured = json.loads(path.read_text())
     measured["figures"]["stages"]["transformer"]["zbpipe"]["bytes"]["held"] += 10**6
     path.write_text(json.dumps(measured))
-    done = check(project / "benchmarks" / "tables.py", "--check")
+    done = python(project / "benchmarks" / "tables.py", "--check")
     assert (done.returncode, done.stdout.partition(":")[0]) == (1, "README.md, docs/numbers.md")
 
 
@@ -64,7 +57,7 @@ def test_another_measurement_makes_other_tables(project):
 def test_what_cannot_be_believed_is_refused(change, said, project):
     path = project / "benchmarks" / "results" / "demo-2.13.0.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    done = check(project / "benchmarks" / "tables.py")
+    done = python(project / "benchmarks" / "tables.py")
     assert done.returncode == 1
     assert said in done.stderr
     assert (project / "README.md").read_text() == (ROOT / "README.md").read_text()

@@ -1,13 +1,11 @@
 """docs/upstream: each script shows a wrong number on torch's own module, and none on zbpipe."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from support.processes import environment
+from support.processes import python
 
 FOLDER = Path(__file__).parents[2] / "docs" / "upstream"
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py"))
@@ -16,10 +14,7 @@ OLDER = torch.__version__ < (2, 12)  # its schedules open a connection between t
 
 def run(name, **variables):
     """(right, found), as the script prints them."""
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / name)], env=environment(OMP_NUM_THREADS="1", **variables), capture_output=True,
-        text=True, timeout=120, check=False,
-    )  # fmt: skip
+    done = python(FOLDER / name, OMP_NUM_THREADS="1", **variables)
     assert done.returncode == 0, done.stderr
     said = re.fullmatch(r"torch \S+: .*: right (.+), torch's module (.+)\n", done.stdout)
     assert said, done.stdout

@@ -162,15 +162,10 @@ def _v_shaped_step(side: str) -> tuple[int, int]:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("side", ["torch", "zbpipe"])
-def test_the_peak_of_stages_on_one_rank_is_exact(side: str, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("alone")
+def test_the_peak_of_stages_on_one_rank_is_exact(side: str) -> None:
     """torch keeps what the last step handed over on the rank in its receive infos, and frees it in the measured one."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    try:
-        measured, true = _v_shaped_step(side)
-    finally:
-        dist.destroy_process_group()
+    measured, true = _v_shaped_step(side)
     # What stages and schedule keep from step to step beside weights: nothing of the size of a tensor of the step.
     assert 0 <= true - measured < 64 * 4, (measured, true)
 

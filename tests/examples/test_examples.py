@@ -34,16 +34,8 @@ SAYS = {
 }
 # Two stages of one rank are neighbours, where torch 2.11's schedules open a connection that gloo refuses.
 OLDER = torch.__version__ < (2, 12)
-OF_A_V = {
-    "at_scale.py",
-    "checkpointed.py",
-    "compile_split.py",
-    "ddp.py",
-    "tensor_parallel.py",
-    "csv_schedule.py",
-    "huggingface.py",
-    "mixed_precision.py",
-}
+OF_A_V = {"at_scale.py", "checkpointed.py", "compile_split.py", "ddp.py", "tensor_parallel.py", "csv_schedule.py"}
+OF_A_V |= {"huggingface.py", "mixed_precision.py"}
 NEEDS = {"huggingface.py": "transformers", "torchtitan_cpu.py": "torchtitan"}
 # inductor imports what torch itself deprecates, which these runs make an error
 ARGUMENTS = {"compile_split.py": ["aot_eager"]}

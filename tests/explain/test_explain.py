@@ -239,10 +239,7 @@ def test_as_dict_is_plain_data_and_str_is_a_table():
 
 @pytest.mark.parametrize(
     ("width", "said", "header"),
-    [
-        (4, "1.080 kFLOP; 1.080 kB", "held, bytes FLOP"),
-        (400, "72.360 kFLOP; 24.840 kB", "held, kB kFLOP"),
-    ],
+    [(4, "1.080 kFLOP; 1.080 kB", "held, bytes FLOP"), (400, "72.360 kFLOP; 24.840 kB", "held, kB kFLOP")],
 )
 def test_units_fit_what_is_told(width, said, header):
     module, x = nn.Sequential(nn.Linear(width, 6), nn.Linear(6, 2)), torch.randn(15, width)

@@ -43,16 +43,6 @@ def attention(m, x):
     return m.out(F.scaled_dot_product_attention(q, k, v))
 
 
-class Recurrent(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.layer = kind(4, 5)
-        self.head = nn.Linear(5, 2)
-
-    def forward(self, x):
-        return self.head(self.layer(x)[0])
-
-
 EXACT = {
     "linear": (lambda: nn.Linear(4, 6), (3, 4)),
     "bmm": (lambda: stage(lambda m, x: x @ m.a, a=(5, 4, 3)), (5, 2, 4)),
@@ -67,14 +57,11 @@ EXACT = {
     ),
     "transposed convolution without a batch": (lambda: nn.ConvTranspose1d(4, 6, 3), (4, 5)),
     "einsum": (lambda: stage(lambda m, x: torch.einsum("bij,jkl->bikl", x, m.a), a=(4, 2, 3)), (2, 3, 4)),
-    "LSTM": (lambda: Recurrent(nn.LSTM), (3, 2, 4)),
+    "LSTM": (lambda: Stage(lambda m, x: m.head(m.layer(x)[0]), layer=nn.LSTM(4, 5), head=nn.Linear(5, 2)), (3, 2, 4)),
     "attention": (lambda: Stage(attention, qkv=nn.Linear(4, 12), out=nn.Linear(4, 4)), (2, 3, 4)),
     "LoRA": (lambda: stage(lora, w=(4, 6), down=(4, 2), up=(2, 6)), (3, 4)),
     "tied": (lambda: stage(tied, a=(4, 6)), (3, 4)),
-    "checkpointed": (
-        lambda: Stage(lambda m, x: checkpoint(m.f, x, use_reentrant=False), f=nn.Linear(4, 6)),
-        (3, 4),
-    ),
+    "checkpointed": (lambda: Stage(lambda m, x: checkpoint(m.f, x, use_reentrant=False), f=nn.Linear(4, 6)), (3, 4)),
 }
 
 

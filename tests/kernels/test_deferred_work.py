@@ -7,23 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from support import oracle
 from support.functions import Asks, FailsAt, Planned, Scaled, hand_over, product_of, raising
-from support.oracle import (
-    ORDERS,
-    MainGrad,
-    check,
-    close,
-    fresh,
-    groups_reversed,
-    input_pass,
-    late,
-    needs_zbpipe,
-    one_weight_pass,
-    sharing,
-    small,
-    weight,
-    without_collector,
-)
+from support.oracle import check, fresh, input_pass, late, one_weight_pass, sharing, small, weight, without_collector
 from torch import nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
@@ -31,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import zbpipe
 from zbpipe._C import will_defer  # what a kernel asks before it gives its own gradient away
 
-pytestmark = needs_zbpipe  # torch's module takes no work over
+pytestmark = oracle.needs_zbpipe  # torch's module takes no work over
 
 f64 = torch.float64
 
@@ -231,7 +217,7 @@ def shared_cast():
 
 def main_grad(m):
     m.a.main_grad = torch.zeros_like(m.a)
-    m.kept["a", "main"] = MainGrad(m.a)
+    m.kept["a", "main"] = oracle.MainGrad(m.a)
 
 
 class Keep:
@@ -275,7 +261,9 @@ def ones():
 
 STAGES = {
     "two layers": row(
-        lambda m, layer, x: layer(layer(x, m.a, m.s).sin(), m.b, None), exact=True, orders=(*ORDERS, one_weight_pass)
+        lambda m, layer, x: layer(layer(x, m.a, m.s).sin(), m.b, None),
+        exact=True,
+        orders=(*oracle.ORDERS, one_weight_pass),
     ),
     "existing gradients": row(lambda m, layer, x: layer(x, m.a, m.s), existing=True, exact=True),
     "accumulators' hooks": row(lambda m, layer, x: layer(x, m.a, m.s), setup=on_accumulators),
@@ -365,9 +353,7 @@ STAGES = {
     "reentrant, computed from the input": row(in_a_region(True, gated), where="backward", untouched=False),
     **{
         f"checkpointed, {choice}": row(
-            in_a_region(False, parameter),
-            where="I" if choice == "input_pass" else "W",
-            policy={"checkpoint": choice},
+            in_a_region(False, parameter), where="I" if choice == "input_pass" else "W", policy={"checkpoint": choice}
         )
         for choice in ("keep", "recompute", "input_pass")
     },
@@ -422,7 +408,7 @@ def gradients_of(stage, inputs):
 def test_work(name, watched, phases):
     """Done once, where it should; gradients and hooks as in an ordinary backward, and as without a Function."""
     forward, where, inputs, options = STAGES[name]
-    options = {"orders": (late, groups_reversed), **options}
+    options = {"orders": (late, oracle.groups_reversed), **options}
     inputs, prepare, is_like_plain = inputs or ((3, 4),), options.pop("setup", None), options.pop("is_like_plain", True)
     if watched:  # no hook's call belongs to a microbatch then
         options["orders"] = [order for order in options["orders"] if order is not one_weight_pass]
@@ -452,7 +438,7 @@ def test_work(name, watched, phases):
         plain = with_layer(forward, lambda x, w, b, how=handed: product_of(x, w, b))
         plain.load_state_dict(stage.state_dict())
         given = [fresh(*shape) if isinstance(shape, tuple) else shape() for shape in inputs]
-        close(gradients_of(stage, given), gradients_of(plain, given), "gradients")
+        oracle.close(gradients_of(stage, given), gradients_of(plain, given), "gradients")
 
 
 def split(x, w, ask, *others):

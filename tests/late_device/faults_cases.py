@@ -36,15 +36,8 @@ def shows(scenario, make, run_of, expected):
     return signs
 
 
-THROUGH_THE_ENGINE = [
-    "weight root",
-    "branches",
-    "tied",
-    "convolved",
-    "batched",
-    "handed over",
-    "handed over, computed",
-]  # where the engine joins the streams
+# Where the engine joins the streams.
+THROUGH_THE_ENGINE = ["weight root", "branches", "tied", "convolved", "batched", "handed over", "handed over, computed"]
 
 WAITS = [
     pytest.param("weight", wait, scenario, name, id=f"W's {kind}, {scenario.__name__}, {name}")

@@ -2,13 +2,8 @@
 
 import pytest
 import torch
-from support.late_runs import (
-    caller_trains_on_its_own_stream,
-    check_in_every_order,
-    late_weights,
-    on_another_thread,
-    on_three_streams,
-)
+from support import late_runs
+from support.late_runs import check_in_every_order, late_weights, on_another_thread, on_three_streams
 from support.late_stages import STAGES, WIDTH
 from torch import nn
 
@@ -61,7 +56,7 @@ def test_hooks(name, hooks, scenario):
 
 @pytest.mark.parametrize("name", ["mlp", "normed", "tied"])
 def test_hooks_of_a_caller_that_trains(name):
-    check_in_every_order(caller_trains_on_its_own_stream, STAGES[name], setup=on_weights)
+    check_in_every_order(late_runs.caller_trains_on_its_own_stream, STAGES[name], setup=on_weights)
 
 
 def one_by_one(run):

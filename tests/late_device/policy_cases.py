@@ -3,12 +3,7 @@
 import pytest
 import torch
 from support import late
-from support.late_runs import (
-    check_in_every_order,
-    late_weights,
-    on_three_streams,
-    without_waiting_first,
-)
+from support.late_runs import check_in_every_order, late_weights, on_three_streams, without_waiting_first
 from support.late_stages import PACKED, ROWS, STAGES, WIDTH
 
 import zbpipe

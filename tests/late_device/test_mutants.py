@@ -31,12 +31,7 @@ MUTANTS = {
     "what is kept on another stream is not waited for": (KEPT, "    order(*stream_, here);\n", "", "streams"),
     "the allocator is not told of what is read elsewhere": (KEPT, "  record(tensor_, here);\n", "", "streams"),
     "a capture waits for what is outside": (KEPT, "stream != callers && (", "stream != callers || (", "pairs"),
-    "W adds where the accumulator is not": (
-        CALL,
-        "kept.stream() != stream",
-        "kept.stream() != kept.stream()",
-        "pairs",
-    ),
+    "W adds where the accumulator is not": (CALL, "kept.stream() != stream", "kept.stream() != kept.stream()", "pairs"),
     "what I unpacks is not waited for": (
         "csrc/shim/group/saved_outside.cpp",
         "      order(*there, *here);\n",

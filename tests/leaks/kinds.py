@@ -720,12 +720,7 @@ BLAMED = {
     "local of a thread": THREAD.format("local"),
 }
 # Whom nobody but a library can have blamed on it.
-OF_LIBRARIES = (
-    "finalizer",
-    "last error",
-    "last result",
-    "cached parametrization",
-)
+OF_LIBRARIES = ("finalizer", "last error", "last result", "cached parametrization")
 # Found in a cycle, they hang on a library's own as well, and are no leaks.
 EXCUSED = ("call of a mock", "constant of fx")
 # Some are in cycles of Python's own when they are let go of.

@@ -1,5 +1,6 @@
 """The right holder is named first, also of what few kinds have: variables, cycles, groups, works, C++, wrappers."""
 
+import functools
 import inspect
 import sys
 import weakref
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.checks import checked
+from support.functions import function_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -108,17 +110,10 @@ def test_what_is_no_tensor_has_no_holders(tensor, error, message):
 # ---- groups and works
 
 
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x)
-        return x @ w
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        extra = torch.ones(7)
-        return grad, zbpipe.defer(lambda x, grad: x.mT @ grad * extra[0], weights=1, saved=(x, grad))
+@functools.partial(function_of, torch.matmul)
+def handing(x, w, grad):
+    extra = torch.ones(7)
+    return grad, zbpipe.defer(lambda x, grad: x.mT @ grad * extra[0], weights=1, saved=(x, grad))
 
 
 def groups_of(out, x, weights):
@@ -131,7 +126,7 @@ def test_groups_are_holders():
     def step():
         x = torch.ones(2, 3, requires_grad=True)
         KEPT.append(groups_of(layer(x.exp()).sin(), x, layer.parameters()))
-        KEPT.append(groups_of(Doubled.apply(x.exp(), w), x, [w]))
+        KEPT.append(groups_of(handing(x.exp(), w), x, [w]))
 
     report = checked(step, allow=[layer, w])
     assert {leak.chain[-1].text for leak in report.leaks} >= {

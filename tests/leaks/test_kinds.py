@@ -196,17 +196,8 @@ def without_memory():
 
 
 KEPT = []
-QUIET = [
-    profiled,
-    compiled,
-    garbage_of_numpy,
-    done_in_a_pool,
-    shared,
-    raised_and_caught,
-    queued_for_a_process,
-    empty_array_of_objects,
-    without_memory,
-]
+QUIET = [profiled, compiled, garbage_of_numpy, done_in_a_pool, shared, raised_and_caught, queued_for_a_process]
+QUIET += [empty_array_of_objects, without_memory]
 
 
 @pytest.mark.parametrize("act", QUIET)

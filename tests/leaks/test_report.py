@@ -142,12 +142,7 @@ def test_graphviz_is_given_the_text(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "max_leaks", "error", "message"),
     [
-        (
-            "leaks.jpg",
-            10,
-            ValueError,
-            "leaks.jpg is no name of a picture; expected one that ends in .dot, .svg, .png",
-        ),
+        ("leaks.jpg", 10, ValueError, "leaks.jpg is no name of a picture; expected one that ends in .dot, .svg, .png"),
         ("leaks.dot", 0, ValueError, "max_leaks is 0; expected 1 or more"),
         ("leaks.png", 10, FileNotFoundError, "leaks.png needs Graphviz's program dot, .* or write a .dot file"),
     ],

@@ -4,11 +4,11 @@ its own, for allocators stay installed for good."""
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support.processes import python
 from torch.utils.cpp_extension import include_paths
 
 COMPILER = shutil.which(os.environ.get("CXX", "c++"))
@@ -137,6 +137,5 @@ def library(tmp_path_factory):
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_beside_a_foreign_allocator(library, program):
-    command = [sys.executable, "-W", "error", "-c", PRELUDE + PROGRAMS[program], str(library)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = python("-W", "error", "-c", PRELUDE + PROGRAMS[program], library)
     assert done.returncode == 0, done.stderr

@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from bench.stages import Block, Experts
 from support import oracle
 from support.functions import Handing, function_of
+from support.program_names import keep_products
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn.utils import parametrizations, prune
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 import zbpipe
 from zbpipe import memory
@@ -81,14 +82,6 @@ def nested(m, x):
     return recomputed(lambda h: m.c(inner(h)), x)
 
 
-def selective(m, x):
-    def choose(_ctx, op, *_args, **_kwargs):
-        saves = op == torch.ops.aten.addmm.default
-        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return recomputed(m.f, x, context_fn=lambda: create_selective_checkpoint_contexts(choose))
-
-
 def in_place(m, x):
     w = m.w.clone()
     w[0] = m.row * 2.0  # CopySlices, between the task and the weights
@@ -140,7 +133,7 @@ MODELS = {
         lambda m, x: m.b(checkpoint(m.a, x, use_reentrant=True)), a=mlp(), b=mlp()
     ),
     "checkpointed, nested": lambda: Stage(nested, a=mlp(), b=mlp(), c=nn.Linear(D, D)),
-    "checkpointed, selective": lambda: Stage(selective, f=mlp()),
+    "checkpointed, selective": lambda: Stage(lambda m, x: recomputed(m.f, x, context_fn=keep_products), f=mlp()),
     "checkpointed, embedding": lambda: Stage(
         lambda m, x: recomputed(lambda h: m.f(h + m.e(TOKENS.clone())), x), e=nn.Embedding(N, D), f=mlp()
     ),

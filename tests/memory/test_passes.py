@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from support.oracle import without_collector
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -195,22 +196,19 @@ def test_a_wrapper_put_in_front_of_a_watched_method():
 def test_a_recording_keeps_no_tensor_and_no_stage():
     dropped, stage = Stage(1), Stage(1)
     gone, left = weakref.ref(dropped), weakref.ref(stage)
-    with memory.record() as rec:
-        rec.watch([dropped, stage])
-        del dropped
-        gc.collect()
-        assert gone() is None
-        gc.disable()
-        stage.forward_one_chunk(0)
-        method = stage.forward_one_chunk
-    try:
+    with without_collector():
+        with memory.record() as rec:
+            rec.watch([dropped, stage])
+            del dropped
+            gc.collect()
+            assert gone() is None
+            stage.forward_one_chunk(0)
+            method = stage.forward_one_chunk
         method(1)  # that somebody kept still works
         assert [p.label for p in rec.phases] == ["forward stage 1 microbatch 0"]
         storage, recording = StorageWeakRef(stage.chunks[0][1].untyped_storage()), weakref.ref(rec)
         del method, stage, rec
         assert storage.expired() and left() is None and recording() is None
-    finally:
-        gc.enable()
 
 
 def test_what_cannot_be_watched():

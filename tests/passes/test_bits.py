@@ -31,16 +31,17 @@ def equal(stage, *inputs, **kwargs):
     check(stage, *inputs, existing=True, microbatches=3, exact=True, rtol=0, atol=0, **kwargs)
 
 
-def is_equal(m, x):
-    """Whether W gives m.w the bits that an ordinary backward gives it, over a gradient that is there."""
+def is_equal(m, x, place="grad"):
+    """Whether W gives m.w the bits that an ordinary backward gives it, over what is in its `grad` or `main_grad`."""
     out = m(x)
     grad = torch.randn_like(out)
-    start = torch.randn_like(m.w)
+    start = torch.randn(m.w.shape, dtype=m.w.dtype if place == "grad" else f32)
     expected = start + torch.autograd.grad(out, m.w, grad)[0]
-    m.w.grad = start.detach().clone()
+    setattr(m.w, place, start.clone())
     _, groups = zb.stage_backward_input([m(x)], [grad], [x], [m.w])
-    zb.stage_backward_weight([m.w], groups)
-    return torch.equal(m.w.grad, expected)
+    with zb.policy(main_grad=place == "main_grad"):
+        zb.stage_backward_weight([m.w], groups)
+    return torch.equal(getattr(m.w, place), expected)
 
 
 def recurrent(m, x):
@@ -110,17 +111,12 @@ def test_casts_of_a_weight_of_several_uses(cache):
     )
 
 
-def test_main_grad_gets_the_sum():
-    m = Stage(lambda m, x: torch.tanh(torch.tanh(x @ m.w) @ m.w) @ m.w, w=parameter(N, N))
-    x = torch.randn(96, N, requires_grad=True)
-    grad = torch.randn(96, N)
-    start = torch.randn(N, N)
-    expected = start + torch.autograd.grad(m(x), m.w, grad)[0]
-    m.w.main_grad = start.clone()
-    _, groups = zb.stage_backward_input([m(x)], [grad], [x], [m.w])
-    with zb.policy(main_grad=True):
-        zb.stage_backward_weight([m.w], groups)
-    assert torch.equal(m.w.main_grad, expected)
+@pytest.mark.parametrize(
+    ("forward", "dtype"), [(SHARED["three times"], f32), (lambda m, x: F.linear(x, m.w), torch.bfloat16)]
+)
+def test_main_grad_gets_the_sum_which_is_rounded_to_the_weights_dtype(forward, dtype):
+    m = Stage(forward, w=weight(N, N, dtype=dtype))
+    assert is_equal(m, random_input(96, N, dtype=dtype)(), "main_grad")
 
 
 @pytest.mark.parametrize("hooked", [False, True])

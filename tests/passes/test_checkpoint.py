@@ -6,32 +6,12 @@ import weakref
 
 import pytest
 import torch
-from support.oracle import (
-    ON_TORCH,
-    Stage,
-    at_once,
-    case,
-    check,
-    close,
-    fresh,
-    input_pass,
-    interleaved,
-    late,
-    needs_zbpipe,
-    table,
-    without_collector,
-    zb,
-)
+from support import oracle
+from support.oracle import Stage, at_once, case, check, close, fresh, input_pass, interleaved, late, needs_zbpipe, zb
+from support.program_names import keep_products
 from torch import nn
 from torch.autograd import Function
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    GraphExecGroup,
-    checkpoint,
-    checkpoint_sequential,
-    create_selective_checkpoint_contexts,
-    set_checkpoint_early_stop,
-)
+from torch.utils.checkpoint import GraphExecGroup, checkpoint, checkpoint_sequential, set_checkpoint_early_stop
 
 from zbpipe import memory
 
@@ -43,19 +23,9 @@ AGAIN = "each group computes the block again in W"
 REENTRANT = "reentrant backward needs the accumulators"
 
 
-def again(function, *args, **options):
-    """Computed again in the backward."""
-    return checkpoint(function, *args, use_reentrant=False, **options)
-
-
-def save_products(ctx, op, *args, **kwargs):
-    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-    return CheckpointPolicy.MUST_SAVE if op in products else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def selectively(function, *args):
-    """Computed again in the backward but for the products."""
-    return again(function, *args, context_fn=functools.partial(create_selective_checkpoint_contexts, save_products))
+again = functools.partial(checkpoint, use_reentrant=False)
+reentrantly = functools.partial(checkpoint, use_reentrant=True)
+selectively = functools.partial(again, context_fn=keep_products)
 
 
 def count(m):
@@ -83,10 +53,6 @@ def blocks(checkpoint=again):
         return checkpoint(block, m, x, m.c, m.d) * 2.0
 
     return stage(forward)
-
-
-def reentrantly(function, *args):
-    return checkpoint(function, *args, use_reentrant=True)
 
 
 def hooked_inside(m, x):
@@ -170,7 +136,7 @@ def root_in_a_selected_region(m, x):
 CHOICES = ("keep", "recompute", "input_pass")
 
 
-@table(
+@oracle.table(
     case("non-reentrant", blocks(), wrong=AGAIN),
     case("reentrant", blocks(reentrantly), untouched=False, wrong=REENTRANT),
     case("selective", blocks(selectively), wrong="what was recomputed for I is gone in W"),
@@ -197,7 +163,7 @@ CHOICES = ("keep", "recompute", "input_pass")
 )
 @pytest.mark.parametrize("choice", ["keep", *(pytest.param(choice, marks=needs_zbpipe) for choice in CHOICES[1:])])
 def test_checkpointing(stage, inputs, options, choice):
-    if ON_TORCH:
+    if oracle.ON_TORCH:
         check(stage, *inputs, **options)
         return
     setup = uncounted if choice == "recompute" else lambda m: None
@@ -342,7 +308,7 @@ def test_packed_data_is_free_after_the_weight_pass(choice):
     m = Stage(one_block, a=(4, 8), b=(8, 4))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda box: box.tensor):
         out = m(x)
-    with without_collector():
+    with oracle.without_collector():
         with zb.policy(checkpoint=choice):
             _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
             del out
@@ -404,9 +370,7 @@ def output_is_captured(m, x):
 @needs_zbpipe
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("needs_grad", [True, False])
-@pytest.mark.parametrize(
-    "forward", [output_is_argument, output_is_argument_that_gives_nothing, output_is_captured], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("forward", [output_is_argument, output_is_argument_that_gives_nothing, output_is_captured])
 def test_output_that_a_region_reads_has_its_history_until_w(forward, needs_grad, choice):
     stage = Stage(forward, a=(4, 4), b=(4, 4))
     with zb.policy(checkpoint=choice):
@@ -604,18 +568,6 @@ def test_weight_that_changed_since_the_input_pass_is_refused_before_anything_is_
     assert all(w.grad is None for w in m.parameters())
 
 
-def given_by_name(m, x, given):
-    return again(lambda x, given: ((x * given) @ m.a).sin() @ m.b, x, given=given)
-
-
-def given_in_place(m, x, given):
-    return again(lambda x, given: ((x * given) @ m.a).sin() @ m.b, x, given)
-
-
-def closed_over(m, x, given):
-    return again(lambda x: ((x * given) @ m.a).sin() @ m.b, x)
-
-
 def given_to_the_region_around(m, x, given):
     def inner(x):
         return (x @ m.a).sin() @ m.b
@@ -623,29 +575,22 @@ def given_to_the_region_around(m, x, given):
     return again(lambda x, given: again(inner, x * given) * 2.0, x, given)
 
 
-def given_to_a_computed_weight(m, x, given):
-    return x @ (again(lambda given: (given.sin() @ m.a).sin() * m.b.sin(), given))
+GIVEN = {
+    "by name": lambda m, x, given: again(lambda x, given: ((x * given) @ m.a).sin() @ m.b, x, given=given),
+    "in place": lambda m, x, given: again(lambda x, given: ((x * given) @ m.a).sin() @ m.b, x, given),
+    "closed over": lambda m, x, given: again(lambda x: ((x * given) @ m.a).sin() @ m.b, x),
+    "to the region around": given_to_the_region_around,
+    "to a computed weight": lambda m, x, given: x @ again(lambda given: (given.sin() @ m.a).sin() * m.b.sin(), given),
+}
 
 
 @needs_zbpipe
-@pytest.mark.parametrize(
-    "forward",
-    [
-        pytest.param(
-            given_by_name,
-            marks=pytest.mark.skipif(
-                torch.__version__ < (2, 12), reason="torch 2.11 keeps no version of what a region is given by name"
-            ),
-        ),
-        given_in_place,
-        closed_over,
-        given_to_the_region_around,
-        given_to_a_computed_weight,
-    ],
-)
-def test_argument_of_a_region_that_changed_is_refused_before_anything_is_added(forward):
+@pytest.mark.parametrize("how", GIVEN)
+def test_argument_of_a_region_that_changed_is_refused_before_anything_is_added(how):
+    if how == "by name" and torch.__version__ < (2, 12):
+        pytest.skip("torch 2.11 keeps no version of what a region is given by name")
     given = torch.randn(4, 4, dtype=f64)
-    m = Stage(lambda m, x: forward(m, x, given) @ m.plain, a=(4, 4), b=(4, 4), plain=(4, 4))
+    m = Stage(lambda m, x: GIVEN[how](m, x, given) @ m.plain, a=(4, 4), b=(4, 4), plain=(4, 4))
     for change in (lambda: None, lambda: given.add_(1.0)):
         x = fresh(4, 4)
         expected = torch.autograd.grad(m(x).sum(), list(m.parameters()))
@@ -744,16 +689,8 @@ def test_products_that_are_not_plain_are_unpacked_no_more_often_than_others(form
 
 @needs_zbpipe
 def test_what_the_input_pass_computes_again_is_not_kept_for_a_weight_pass_that_will_do_so_too():
-    class Wide(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
-
-        def forward(self, x):
-            return self.down(self.up(x).relu())
-
     rows = 32
-    m = nn.Sequential(*(Wide() for _ in range(3)))
+    m = nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16)) for _ in range(3)))
 
     def regions(x):
         for part in m:

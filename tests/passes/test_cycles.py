@@ -4,6 +4,7 @@
 the nodes. The detectors first catch planted leaks. Of what is compiled, under which they cannot look, the leak tool says it.
 """
 
+import functools
 import gc
 import sys
 import warnings
@@ -12,7 +13,8 @@ import weakref
 import pytest
 import torch
 import torch.distributed.pipelining  # imported by the first failure otherwise, and counted
-from support.functions import Fused, Heeding
+from support import oracle
+from support.functions import Fused, Heeding, Planned
 from support.leaks import Watch, no_collector
 from support.oracle import ON_TORCH, Stage, needs_zbpipe, wrong_on_torch, zb
 from torch import nn
@@ -61,77 +63,59 @@ def attention(m, x):
     return x + m.out(torch.nn.functional.scaled_dot_product_attention(q, k, v))
 
 
-class Parts:
-    """Stages of each kind; new ones each time, and no closure that could hold one."""
+def main_grad():
+    """I adds it."""
+    a = weight(8, 8)
+    a.main_grad = torch.zeros(8, 8)
+    return Stage(lambda m, x: Fused.apply(x.exp(), m.a, Quiet()).sin(), a=a)
 
-    @staticmethod
-    def layers():
-        net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-        return Stage(lambda m, x: m.net(x.exp()).sin(), net=net)
 
-    @staticmethod
-    def attention():
-        return Stage(attention, norm=nn.LayerNorm(8), qkv=nn.Linear(8, 24), out=nn.Linear(8, 8))
-
-    @staticmethod
-    def weights_own_computation():
-        a, b = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
-        return Stage(lambda m, x: (x @ (m.a @ m.b).tanh()).sin() @ (m.a + m.b), a=a, b=b)
-
-    @staticmethod
-    def convolution():
-        net = nn.Sequential(nn.Conv1d(2, 4, 3, padding=1), nn.BatchNorm1d(4), nn.ReLU(), nn.Conv1d(4, 2, 3, padding=1))
-        return Stage(lambda m, x: m.net(x[:, None].expand(-1, 2, -1).sin()), net=net)
-
-    @staticmethod
-    def function():
-        return Stage(lambda m, x: Heeding.apply(x.exp(), m.a, Quiet()).sin(), a=nn.Parameter(torch.randn(8, 8)))
-
-    @staticmethod
-    def checkpointed():
-        net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-        return Stage(lambda m, x: checkpoint(m.net, x.exp(), use_reentrant=False).sin(), net=net)
-
-    @staticmethod
-    def view_output():
-        return Stage(lambda m, x: m.net(x.exp()).sin().view(-1), net=nn.Linear(8, 8))
-
-    @staticmethod
-    def main_grad():
-        """I adds it."""
-        a = nn.Parameter(torch.randn(8, 8))
-        a.main_grad = torch.zeros(8, 8)
-        return Stage(lambda m, x: Fused.apply(x.exp(), m.a, Quiet()).sin(), a=a)
-
-    @staticmethod
-    def hooked():
-        def forward(m, x):
-            h = m.net(x.exp())
-            h.register_hook(print_nothing)
-            h.grad_fn.register_prehook(print_nothing)
-            h.grad_fn.register_hook(print_nothing)
-            return h.sin()
-
-        return Stage(forward, net=nn.Linear(8, 8))
+def hooked(m, x):
+    h = m.net(x.exp())
+    h.register_hook(print_nothing)
+    h.grad_fn.register_prehook(print_nothing)
+    h.grad_fn.register_hook(print_nothing)
+    return h.sin()
 
 
 def print_nothing(*_):
     return None
 
 
+def layers():
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+
+def convolutions():
+    return nn.Sequential(nn.Conv1d(2, 4, 3, padding=1), nn.BatchNorm1d(4), nn.ReLU(), nn.Conv1d(4, 2, 3, padding=1))
+
+
+weight = functools.partial(oracle.weight, dtype=torch.float32)
+# Stages of each kind; new ones each time, and no closure that could hold one.
+PARTS = {
+    "layers": lambda: Stage(lambda m, x: m.net(x.exp()).sin(), net=layers()),
+    "attention": lambda: Stage(attention, norm=nn.LayerNorm(8), qkv=nn.Linear(8, 24), out=nn.Linear(8, 8)),
+    "weights_own_computation": lambda: Stage(
+        lambda m, x: (x @ (m.a @ m.b).tanh()).sin() @ (m.a + m.b), a=weight(8, 8), b=weight(8, 8)
+    ),
+    "convolution": lambda: Stage(lambda m, x: m.net(x[:, None].expand(-1, 2, -1).sin()), net=convolutions()),
+    "function": lambda: Stage(lambda m, x: Heeding.apply(x.exp(), m.a, Quiet()).sin(), a=weight(8, 8)),
+    "checkpointed": lambda: Stage(lambda m, x: checkpoint(m.net, x.exp(), use_reentrant=False).sin(), net=layers()),
+    "view_output": lambda: Stage(lambda m, x: m.net(x.exp()).sin().view(-1), net=nn.Linear(8, 8)),
+    "main_grad": main_grad,
+    "hooked": lambda: Stage(hooked, net=nn.Linear(8, 8)),
+}
 view_fails = wrong_on_torch("can't detach views in place")
 
 
 def kinds(*but):
-    names = [name for name in vars(Parts) if not name.startswith("_") and name not in but]
-    return pytest.mark.parametrize(
-        "kind", [pytest.param(n, marks=view_fails if n == "view_output" else ()) for n in names]
-    )
+    names = [pytest.param(name, marks=view_fails if name == "view_output" else ()) for name in PARTS if name not in but]
+    return pytest.mark.parametrize("kind", names)
 
 
 def make(kind, device="cpu"):
     with torch.device(device):  # main_grad too
-        return getattr(Parts, kind)()
+        return PARTS[kind]()
 
 
 def forward(m, device="cpu", marks=None):
@@ -153,10 +137,6 @@ def run_weight(m, groups):
 def weights_and_buffers(m):
     gradients = [getattr(w, name, None) for w in m.parameters() for name in ("grad", "main_grad")]
     return [*m.parameters(), *gradients, *m.buffers()]
-
-
-class Planned(Exception):
-    pass
 
 
 def raise_planned(*_):
@@ -371,7 +351,7 @@ class Compiled:
     """What is compiled, and what is checkpointed of it."""
 
     def __init__(self, checkpointed):
-        self.net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8))
+        self.net = layers()
         self.run = torch.compile(self.net, backend="aot_eager")
         self.checkpointed = checkpointed
 

@@ -5,27 +5,12 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from support.oracle import (
-    Stage,
-    bfloat16_autocast,
-    case,
-    check,
-    fresh,
-    needs_zbpipe,
-    no_grads,
-    random_input,
-    table,
-    weight,
-    zb,
-)
+from support import oracle
+from support.oracle import Stage, case, check, fresh, needs_zbpipe, net, no_grads, random_input, table, weight, zb
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 f64 = torch.float64
-
-
-def net(*layers):
-    return Stage(lambda m, x: m.net(x), net=nn.Sequential(*layers))
 
 
 def linear(dtype=f64):
@@ -55,7 +40,7 @@ def transposed():
 
 
 LOW = {"rtol": 2e-2, "atol": 2e-2}
-AUTOCAST = {"forward_context": bfloat16_autocast, "rtol": 1e-2, "atol": 1e-2}
+AUTOCAST = {"forward_context": oracle.bfloat16_autocast, "rtol": 1e-2, "atol": 1e-2}
 IDS = torch.tensor([1, 1, 7])
 OUTPUT_GRADS = {
     "transposed": lambda out: torch.randn(out.shape[::-1], dtype=f64).t(),
@@ -162,16 +147,11 @@ class PassOn(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(
-    "context",
-    [
-        pytest.param(torch.no_grad, marks=needs_zbpipe),
-        pytest.param(torch.inference_mode, marks=needs_zbpipe),  # what comes out is usable outside of it
-        torch.enable_grad,
-        PassOn,
-    ],
-    ids=lambda context: context.__name__,
-)
+# What comes out of inference mode is usable outside of it.
+OURS = [pytest.param(context, marks=needs_zbpipe) for context in (torch.no_grad, torch.inference_mode)]
+
+
+@pytest.mark.parametrize("context", [*OURS, torch.enable_grad, PassOn])
 def test_passes_within(context):
     check(network(), (3, 4), impl=Surroundings(context))
 
@@ -195,30 +175,19 @@ def test_anomaly_mode():
         check(network(), (3, 4), existing=True)
 
 
-@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
-@pytest.mark.filterwarnings("ignore:Error detected in")
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled", "ignore:Error detected in")
 @needs_zbpipe
-def test_anomaly_mode_finds_a_nan_in_the_input_pass():
+@pytest.mark.parametrize(
+    ("forward", "value", "node"),
+    [(lambda m, x: (x * 0.0).sqrt() @ m.a * 0.0, 0.0, "Sqrt"), (lambda m, x: x @ m.a * 0.0, torch.inf, "Mm")],
+    ids=["input pass", "weight pass"],
+)
+def test_anomaly_mode_finds_a_nan(forward, value, node):
     with torch.autograd.detect_anomaly():
-        m = Stage(lambda m, x: (x * 0.0).sqrt() @ m.a, a=(4, 4))
-        x = torch.zeros(3, 4, dtype=f64, requires_grad=True)
-        out = m(x)
+        m = Stage(forward, a=(4, 4))
         with pytest.raises(RuntimeError) as failure:
-            zb.stage_backward_input([out], [torch.zeros_like(out)], [x], m.parameters())
-    assert "nan values" in str(failure.value.__cause__)
-
-
-@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
-@pytest.mark.filterwarnings("ignore:Error detected in")
-@needs_zbpipe
-def test_anomaly_mode_finds_a_nan_in_the_weight_pass():
-    with torch.autograd.detect_anomaly():
-        m = Stage(lambda m, x: x @ m.a, a=(4, 4))
-        x = torch.full((3, 4), torch.inf, dtype=f64, requires_grad=True)
-        out = m(x)
-        _, groups = zb.stage_backward_input([out], [torch.zeros_like(out)], [x], m.parameters())
-        with pytest.raises(RuntimeError, match="MmBackward0' returned nan values"):
-            zb.stage_backward_weight(m.parameters(), groups)
+            oracle.both_passes(m, torch.full((3, 4), value, dtype=f64, requires_grad=True))
+    assert f"{node}Backward0' returned nan values" in str(failure.value.__cause__ or failure.value)
     assert m.a.grad is None
 
 

@@ -7,21 +7,9 @@ import weakref
 
 import pytest
 import torch
+from support import oracle
 from support.functions import FailsAt, Planned, function_of, handing_through, raising
-from support.oracle import (
-    ON_TORCH,
-    Stage,
-    both_passes,
-    check,
-    fresh,
-    input_pass,
-    needs_zbpipe,
-    sharing,
-    small,
-    weights_of,
-    wrong_on_torch,
-    zb,
-)
+from support.oracle import Stage, check, fresh, input_pass, needs_zbpipe, sharing, small, weights_of, wrong_on_torch, zb
 from support.processes import in_own_process
 from torch import nn
 
@@ -210,7 +198,7 @@ def test_failure_comes_out_as_torchs_word_for_word(name, inputs):
     with pytest.raises(RuntimeError) as failure:
         getattr(zb, name.replace(" ", "_"))(*given)
     said = str(failure.value)
-    assert (inspect.cleandoc(said) if ON_TORCH else said) == (
+    assert (inspect.cleandoc(said) if oracle.ON_TORCH else said) == (
         f"Failed to run {name}:\n"
         f"Stage output: {map_debug_info(given[0])}\n"
         f"Output gradient: {map_debug_info(given[1])}\n"
@@ -766,5 +754,5 @@ def test_complex_output_without_gradient_is_refused(shape):
     ):
         zb.stage_backward_input([m(x)], None, [x], m.parameters())
     assert x.grad is None
-    both_passes(m, x)
+    oracle.both_passes(m, x)
     torch.testing.assert_close(m.c.grad, x.detach().to(torch.complex128))

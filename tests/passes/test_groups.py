@@ -6,17 +6,7 @@ import re
 import pytest
 import torch
 from support.functions import Ignoring, Planned, raising
-from support.oracle import (
-    Stage,
-    close,
-    fresh,
-    input_pass,
-    needs_zbpipe,
-    small,
-    weights_of,
-    wrong_on_torch,
-    zb,
-)
+from support.oracle import Stage, close, fresh, input_pass, needs_zbpipe, net, small, weights_of, wrong_on_torch, zb
 from support.processes import in_own_process
 from torch import nn
 
@@ -24,9 +14,7 @@ f64 = torch.float64
 
 
 def layers():
-    return Stage(
-        lambda m, x: m.net(x), net=nn.Sequential(nn.Linear(4, 8, dtype=f64), nn.Tanh(), nn.Linear(8, 4, dtype=f64))
-    )
+    return net(nn.Linear(4, 8, dtype=f64), nn.Tanh(), nn.Linear(8, 4, dtype=f64))
 
 
 def run_input(m):
@@ -124,20 +112,11 @@ def with_one_that_is_spent(m, groups):
     weight_pass(m, groups[1:])
 
 
-OURS = (for_all_weights, one_listed_twice, and_again, with_one_that_is_spent)
+WAYS = [in_two_calls, none_first, as_a_tuple, each_with_its_own_weights]
+OURS = [for_all_weights, one_listed_twice, and_again, with_one_that_is_spent]
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        in_two_calls,
-        none_first,
-        as_a_tuple,
-        each_with_its_own_weights,
-        *(pytest.param(w, marks=needs_zbpipe) for w in OURS),
-    ],
-    ids=lambda way: way.__name__,
-)
+@pytest.mark.parametrize("way", [*WAYS, *(pytest.param(way, marks=needs_zbpipe) for way in OURS)])
 def test_weight_pass(way):
     m = layers()
     groups, expected = run_input(m)

@@ -2,22 +2,8 @@
 
 import pytest
 import torch
-from support.oracle import (
-    Stage,
-    case,
-    check,
-    fresh,
-    input_pass,
-    needs_zbpipe,
-    no_grads,
-    sharing,
-    small,
-    table,
-    watch_weights,
-    weight,
-    wrong_on_torch,
-    zb,
-)
+from support import oracle
+from support.oracle import Stage, case, check, fresh, input_pass, small, watch_weights, weight, wrong_on_torch, zb
 from torch import nn
 
 f64 = torch.float64
@@ -156,7 +142,7 @@ def posthook_registered_during_the_input_pass(m, x):
     return out
 
 
-@table(
+@oracle.table(
     case("weights", lambda m, x: (x @ m.a).sin() @ m.b, setup=lambda m: [logged(m, "a", m.a), logged(m, "b", m.b)]),
     case(
         "weights of several uses get the sum",
@@ -217,7 +203,7 @@ def posthook_registered_during_the_input_pass(m, x):
     case("the whole stage", net(), setup=watch_stage, wrong=TWICE),
     case("several tensors", of_several_tensors),
     case("removed", removed),
-    case("in the order of an ordinary backward", in_order, output_grads=no_grads, wrong=TWICE),
+    case("in the order of an ordinary backward", in_order, output_grads=oracle.no_grads, wrong=TWICE),
     case("with a backward of its own", with_a_backward_of_its_own),
 )
 def test_hooks(stage, inputs, options):
@@ -291,11 +277,11 @@ def test_hook_in_the_weight_pass_that_runs_the_input_pass_of_the_next_microbatch
         assert run.groups[1]
         run.weight(1)
 
-    compute = sharing(lambda m: m.a + 1.0 if dtype == f64 else m.a.double())
+    compute = oracle.sharing(lambda m: m.a + 1.0 if dtype == f64 else m.a.double())
     check(Stage(compute, a=weight(4, 4, dtype=dtype)), (3, 4), orders=(nested,))
 
 
-@needs_zbpipe
+@oracle.needs_zbpipe
 @pytest.mark.parametrize("plain", [lambda w: w.t(), lambda w: w.view(4, 5)], ids=["transposed", "viewed"])
 @pytest.mark.parametrize("how", ["tensor hook", "prehook", "posthook"])
 def test_hook_registered_between_product_and_weight_between_the_passes(how, plain):

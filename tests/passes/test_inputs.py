@@ -2,21 +2,9 @@
 
 import pytest
 import torch
+from support import oracle
 from support.functions import handing_through
-from support.oracle import (
-    Stage,
-    both_passes,
-    case,
-    check,
-    close,
-    fresh,
-    needs_zbpipe,
-    small,
-    table,
-    weight,
-    wrong_on_torch,
-    zb,
-)
+from support.oracle import Stage, both_passes, case, check, close, fresh, needs_zbpipe, small, wrong_on_torch, zb
 from torch import nn
 
 f64 = torch.float64
@@ -34,7 +22,7 @@ def gradients(m, *inputs):
     return list(torch.autograd.grad(m(*inputs).sum(), [*inputs, *m.parameters()]))
 
 
-@table(
+@oracle.table(
     case("several", lambda m, x, y, z: (x @ m.a) * y + z @ m.b, (3, 4), (3, 4), (3, 4)),
     case("no tensors", lambda m, n, x, s, o: x @ m.a * n, 3, (3, 4), "text", None),
     case("one that needs no gradient", lambda m, x, y: (x @ m.a) * (y @ m.b), (3, 4), ones()),
@@ -126,7 +114,7 @@ def test_non_leaf_input_that_is_one_output_of_a_multi_output_node():
 def test_only_one_output_of_a_multi_output_node_is_an_input():
     """The stage reaches the other output by a way that is not an input: no gradient may be taken for the input's."""
     x, other = fresh().chunk(2, dim=1)
-    expected = gradients(Stage(lambda m, x: (x @ m.a) * other.detach(), a=(a := weight(2, 2))), x)
+    expected = gradients(Stage(lambda m, x: (x @ m.a) * other.detach(), a=(a := oracle.weight(2, 2))), x)
     m = Stage(lambda m, x: (x @ m.a) * other, a=a)
     torch.testing.assert_close([*both_passes(m, x), m.a.grad], expected)
 
@@ -327,12 +315,7 @@ overlapping = handing_through(torch.sum, lambda grad: grad.expand(6).contiguous(
 @wrong_on_torch("an input's gradient is an expanded tensor")
 @pytest.mark.parametrize(
     "forward",
-    [
-        lambda x: x.sum() * 3.0,
-        lambda x: x.sum(0) * 3.0,
-        lambda x: x.sum(1, keepdim=True) * 2.0,
-        overlapping,
-    ],
+    [lambda x: x.sum() * 3.0, lambda x: x.sum(0) * 3.0, lambda x: x.sum(1, keepdim=True) * 2.0, overlapping],
     ids=["sum", "sum over rows", "sum over columns", "Function"],
 )
 def test_an_inputs_gradient_can_be_added_to_in_place(forward):

@@ -136,39 +136,27 @@ def hook_on(where, write=written):
     return forward
 
 
-def post_hook(m, x):
+def post_hook(product):
     """Of a node with a weight: it replaces all gradients, the weight's among them."""
-    h = x @ m.w
-    h.grad_fn.register_hook(lambda grads, _: (m.rows.copy_(grads[0]), m.square.copy_(grads[1] * 2)))
-    return h.sin() @ m.u
-
-
-def post_hook_of_a_function(m, x):
-    h = gives(x, m.w, lambda x, w, g: (g @ w.t(), x.t() @ g))
-    h.grad_fn.register_hook(lambda grads, _: (m.rows.copy_(grads[0]), m.square.copy_(grads[1] * 2)))
-    return h.sin() @ m.u
-
-
-def module_hook(before):
-    """A module's hook, which gives a buffer for the gradient of its output, or of its input."""
 
     def forward(m, x):
-        if not hasattr(m, "layer"):
-            layer = m.layer = nn.Identity()
-            if before:
-                layer.register_full_backward_pre_hook(lambda _, grads: (m.rows.copy_(grads[0] * 2),))
-            else:
-                layer.register_full_backward_hook(lambda _, grads, __: (m.rows.copy_(grads[0] * 2),))
-        return m.layer(x @ m.w).sin() @ m.u
+        h = product(x, m.w)
+        h.grad_fn.register_hook(lambda grads, _: (m.rows.copy_(grads[0]), m.square.copy_(grads[1] * 2)))
+        return h.sin() @ m.u
 
     return forward
 
 
-def module_hook_on_the_input(m, x):
-    if not hasattr(m, "layer"):
-        m.layer = nn.Identity()
-        m.layer.register_full_backward_hook(lambda _, grads, __: (m.rows.copy_(grads[0] * 2),))
-    return m.layer(x).sin() @ m.w
+def module_hook(register, is_first=False):
+    """A module's hook, which gives a buffer for the gradient of its output, or of its input."""
+
+    def forward(m, x):
+        if not hasattr(m, "layer"):
+            m.layer = nn.Identity()
+            getattr(m.layer, register)(lambda _, grads, *__: (m.rows.copy_(grads[0] * 2),))
+        return m.layer(x).sin() @ m.w if is_first else m.layer(x @ m.w).sin() @ m.u
+
+    return forward
 
 
 def handing(m, x):
@@ -221,11 +209,11 @@ KEPT = {
     "input, a view": for_input(lambda m, dx: m.pair[0, :ROWS].copy_(dx)),
     **{f"hook on {where}": hook_on(where) for where in ("product", "input", "sum", "node")},
     **{f"hook on {where}, past the counter": hook_on(where, past_the_counter) for where in ("product", "input", "sum")},
-    "post hook": post_hook,
-    "post hook of a Function": post_hook_of_a_function,
-    "module pre hook": module_hook(before=True),
-    "module hook": module_hook(before=False),
-    "module hook on the input": module_hook_on_the_input,
+    "post hook": post_hook(torch.matmul),
+    "post hook of a Function": post_hook(lambda x, w: gives(x, w, lambda x, w, g: (g @ w.t(), x.t() @ g))),
+    "module pre hook": module_hook("register_full_backward_pre_hook"),
+    "module hook": module_hook("register_full_backward_hook"),
+    "module hook on the input": module_hook("register_full_backward_hook", is_first=True),
     "hook on a weight": hook_on_a_weight,
     "computed weights": computed_weight,
     "handed over": handing,

@@ -85,27 +85,25 @@ def test_wrong_last_bit_is_found_where_asked_for():
     check(stage(), (3, 4), impl=naive(break_weight=change_last_bit))
 
 
-def test_weight_gradients_in_the_input_pass_are_found():
-    def fault(grads, inputs, weights):
-        weights[0].grad = torch.ones_like(weights[0])
-
-    with pytest.raises(AssertionError, match="after I"):
-        check(stage(), (3, 4), impl=naive(fault))
+def writes_a_weights_gradient(grads, inputs, weights):
+    weights[0].grad = torch.ones_like(weights[0])
 
 
-def test_wrong_input_gradient_is_found():
-    def fault(grads, inputs, weights):
-        inputs[0].grad = inputs[0].grad.clone().add_(1e-12)
-
-    with pytest.raises(AssertionError, match="dinputs"):
-        check(stage(), (3, 4), impl=naive(fault))
+def wrong_input_gradient(grads, inputs, weights):
+    inputs[0].grad = inputs[0].grad.clone().add_(1e-12)
 
 
-def test_changed_output_gradient_is_found():
-    def fault(grads, inputs, weights):
-        grads[0].add_(1.0)
-
-    with pytest.raises(AssertionError, match="output gradients given to I"):
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (writes_a_weights_gradient, "after I"),
+        (wrong_input_gradient, "dinputs"),
+        (lambda grads, inputs, weights: grads[0].add_(1.0), "output gradients given to I"),
+    ],
+    ids=["weight's gradient", "input's gradient", "output's gradient"],
+)
+def test_wrong_gradients_in_the_input_pass_are_found(fault, message):
+    with pytest.raises(AssertionError, match=message):
         check(stage(), (3, 4), impl=naive(fault))
 
 

@@ -3,20 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from support.oracle import (
-    Stage,
-    case,
-    check,
-    close,
-    fresh,
-    needs_zbpipe,
-    no_grads,
-    random_grads,
-    small,
-    table,
-    wrong_on_torch,
-    zb,
-)
+from support import oracle
+from support.oracle import Stage, case, check, close, fresh, needs_zbpipe, no_grads, random_grads, small, zb
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
@@ -83,7 +71,7 @@ def language_model():
 TARGET = torch.randn(4, 8, dtype=f64)
 
 
-@table(
+@oracle.table(
     case("loss without output gradient", lambda m, x: (x @ m.a).pow(2).mean(), output_grads=no_grads),
     case("loss whose gradient is None", lambda m, x: (x @ m.a).pow(2).mean(), output_grads=lambda outs: [None]),
     case("two losses", lambda m, x: ((x @ m.a).sum(), (x @ m.b).pow(2).sum()), output_grads=no_grads),
@@ -210,7 +198,7 @@ def test_view_made_under_no_grad_takes_no_gradient():
     close((dinput, m.a.grad), expected, "gradients")
 
 
-@wrong_on_torch("an output on weights alone gets no gradient; detach_ freezes the weight")
+@oracle.wrong_on_torch("an output on weights alone gets no gradient; detach_ freezes the weight")
 def test_weight_itself_is_an_output():
     m, x = small(lambda m, x: (x @ m.a, m.b)), fresh()
     outs = list(m(x))

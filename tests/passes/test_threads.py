@@ -64,9 +64,7 @@ def each_group_elsewhere(m, *job):
         on_thread(run_weight, m, [group])
 
 
-@pytest.mark.parametrize(
-    "passes", [input_pass_elsewhere, weight_pass_elsewhere, each_group_elsewhere], ids=lambda passes: passes.__name__
-)
+@pytest.mark.parametrize("passes", [input_pass_elsewhere, weight_pass_elsewhere, each_group_elsewhere])
 def test_passes_on_another_thread(passes):
     m = network()
     *job, expected = microbatch(m)

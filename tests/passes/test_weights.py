@@ -5,36 +5,14 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from support.oracle import (
-    ORDERS,
-    Stage,
-    bfloat16_autocast,
-    both_passes,
-    case,
-    check,
-    fresh,
-    input_pass,
-    needs_zbpipe,
-    no_grads,
-    one_weight_pass,
-    random_input,
-    sharing,
-    small,
-    table,
-    weight,
-    wrong_on_torch,
-    zb,
-)
+from support import oracle
+from support.oracle import Stage, case, check, fresh, needs_zbpipe, net, random_input, small, wrong_on_torch, zb
 from torch import nn
 
 f64 = torch.float64
 TWICE = "one backward per group over a graph that they share: backward twice"
 BRIDGED = "groups that a later parameter bridges: backward twice"
 ONE_TENSOR = "the two .grad are one tensor"
-
-
-def net(*layers):
-    return Stage(lambda m, x: m.net(x), net=nn.Sequential(*layers))
 
 
 def linear(inputs=4, outputs=4):
@@ -88,7 +66,7 @@ def parts_of_one_weight(m, x):
     return ((x @ q) @ (x @ k).t()).softmax(-1) @ (x @ v) + x @ m.qkv[2:6] + x @ m.qkv.t()[:, :4]
 
 
-@table(
+@oracle.table(
     # Layers.
     case("linear", net(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), random_input(5, 4), exact=True),
     case("linear, existing gradients", net(linear(4, 8), nn.ReLU(), linear(8, 2)), (5, 4), existing=True),
@@ -158,9 +136,9 @@ def parts_of_one_weight(m, x):
     case(
         "regulariser",
         lambda m, x: (x @ m.a).sum() + 0.1 * m.a.pow(2).sum() + 0.2 * m.b.abs().sum(),
-        output_grads=no_grads,
+        output_grads=oracle.no_grads,
     ),
-    case("norm of one not used otherwise", lambda m, x: (x @ m.a).sum() * m.s.norm(), output_grads=no_grads),
+    case("norm of one not used otherwise", lambda m, x: (x @ m.a).sum() * m.s.norm(), output_grads=oracle.no_grads),
     # Frozen, unused, not listed.
     case("frozen", partly_frozen()),
     case("all frozen", net(linear().requires_grad_(False))),
@@ -193,11 +171,11 @@ def parts_of_one_weight(m, x):
         "expanded gradient",
         lambda m, x: (x * m.a + m.b).sum(),
         (4, 4),
-        output_grads=no_grads,
+        output_grads=oracle.no_grads,
         wrong=".grad is an expanded tensor",
     ),
     case("a view that is a leaf", Stage(lambda m, x: x @ m.a, a=nn.Parameter(torch.randn(16, dtype=f64).view(4, 4)))),
-    case("one element", Stage(lambda m, x: (x * m.s).sin() + m.t, s=weight(), t=weight(1))),
+    case("one element", Stage(lambda m, x: (x * m.s).sin() + m.t, s=oracle.weight(), t=oracle.weight(1))),
     case("shares no gradient with an input", lambda m, x: (x + m.a) * 2.0, (4, 4), wrong="they share one .grad"),
     # Products.
     case(
@@ -253,7 +231,7 @@ def test_weights(stage, inputs, options):
 def test_leaf_outside_weights_and_inputs_that_no_module_owns():
     loose, x = fresh(), fresh()
     m = small(lambda m, x: (x * loose) @ m.a)
-    both_passes(m, x)
+    oracle.both_passes(m, x)
     assert loose.grad is None
     torch.testing.assert_close(m.a.grad, (x * loose).detach().t() @ torch.ones(3, 4, dtype=f64))
 
@@ -330,7 +308,7 @@ def test_weights_none_reaches_leaves_that_no_module_owns():
 def test_weights_return_value_is_the_current_gradients(microbatches):
     m = Stage(lambda m, x: x @ m.a + m.b, a=(4, 4), b=(4,), never=(2,))
     for _ in range(microbatches):
-        _, groups = input_pass(m, fresh())
+        _, groups = oracle.input_pass(m, fresh())
         returned = zb.stage_backward_weight(m.parameters(), groups)
     assert type(returned) is tuple
     assert returned[2] is None
@@ -346,7 +324,7 @@ def test_weight_frozen_between_the_passes_gets_nothing(watched):
     if watched:
         m.a.register_hook(lambda grad: None)
     m.a.grad = torch.ones(4, 4, dtype=f64)
-    _, groups = input_pass(m, fresh())
+    _, groups = oracle.input_pass(m, fresh())
     m.a.requires_grad_(False)
     zb.stage_backward_weight([m.a, m.b], groups)
     assert m.a.grad.eq(1).all()
@@ -360,10 +338,10 @@ def test_weight_frozen_between_the_passes_gets_nothing(watched):
     ids=["one weight", "two weights", "three uses"],
 )
 def test_weights_own_computation_shared_by_microbatches(compute):
-    check(small(sharing(compute)), (3, 4), microbatches=3, orders=(*ORDERS, one_weight_pass))
+    check(small(oracle.sharing(compute)), (3, 4), microbatches=3, orders=(*oracle.ORDERS, oracle.one_weight_pass))
 
 
-@pytest.mark.parametrize("order", [*ORDERS, one_weight_pass], ids=lambda order: order.__name__)
+@pytest.mark.parametrize("order", [*oracle.ORDERS, oracle.one_weight_pass], ids=lambda order: order.__name__)
 def test_hook_on_a_weight_below_a_shared_computation_gets_each_microbatch_by_itself(order):
     """A clamp of the sum is not the sum of the clamps."""
 
@@ -371,12 +349,12 @@ def test_hook_on_a_weight_below_a_shared_computation_gets_each_microbatch_by_its
         m.a.register_hook(lambda grad: m.records.setdefault("calls", []).append(1))
         m.a.register_hook(lambda grad: grad.clamp(-0.5, 0.5))
 
-    check(small(sharing(lambda m: m.a + 1.0)), (3, 4), setup=setup, orders=(order,))
+    check(small(oracle.sharing(lambda m: m.a + 1.0)), (3, 4), setup=setup, orders=(order,))
 
 
 def under_one_autocast(run):
     """The cast of each weight is cached until the outermost block ends."""
-    with bfloat16_autocast():
+    with oracle.bfloat16_autocast():
         for k in run.microbatches:
             run.forward(k)
     for k in run.microbatches:
@@ -395,7 +373,7 @@ def test_casts_cached_by_one_autocast_block_around_all_forwards():
         random_input(4, 8),
         setup=setup,
         orders=(under_one_autocast,),
-        forward_context=bfloat16_autocast,
+        forward_context=oracle.bfloat16_autocast,
         rtol=2e-2,
         atol=2e-2,
     )

@@ -1,15 +1,13 @@
 """The policy: what is left to W, what is kept for it, how it adds."""
 
 import copy
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from support.functions import Asks, FusedWithDummy, Planned, function_of, raising
 from support.oracle import Stage, check, fresh, input_pass, needs_zbpipe, zb
-from support.processes import environment
+from support.processes import python
 from support.rounding import equal
 from torch import nn
 from torch.nn import functional as F
@@ -246,10 +244,11 @@ def test_policies_are_equal_by_what_they_choose():
 
 
 def test_environment_variable(monkeypatch):
-    command = [sys.executable, "-c", "import zbpipe; print(zbpipe.get_policy())"]
-    given = environment(ZBPIPE_POLICY="defer=all, checkpoint=recompute,fused=1,main_grad=0")
-    said = subprocess.run(command, env=given, capture_output=True, text=True, check=True).stdout
-    assert said == f"{zb.Policy(defer='all', checkpoint='recompute', fused=True)}\n"
+    code, given = "import zbpipe; print(zbpipe.get_policy())", "defer=all, checkpoint=recompute,fused=1,main_grad=0"
+    assert (
+        python("-c", code, ZBPIPE_POLICY=given).stdout
+        == f"{zb.Policy(defer='all', checkpoint='recompute', fused=True)}\n"
+    )
     monkeypatch.setenv("ZBPIPE_POLICY", "")
     assert _policy._from_environment() == zb.Policy()
 

@@ -5,6 +5,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from support.functions import function_of
 from support.oracle import without_collector
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -58,15 +59,7 @@ def test_asking_for_the_storage_once_is_no_use():
     assert zbpipe.release_storage(tensor) == 48
 
 
-class Saving(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2
+saving = function_of(lambda x: x * 2, lambda x, grad: grad * 2)
 
 
 def with_gradient():
@@ -122,7 +115,7 @@ HELD = {
         product_and(lambda t: ((row := t[0]), row.sin())),
         [f"SinBackward0, {SAME_MEMORY} self", "a view of float32 [4] on cpu"],
     ),
-    "a Function": (product_and(Saving.apply), ["SavingBackward, which keeps it as tensors"]),
+    "a Function": (product_and(saving), ["MadeBackward, which keeps it as tensors"]),
     "what Python cannot see": pytest.param(
         product_and(lambda t: torch._C._autograd._make_saved_tensor(t, False)),
         ["1 that cannot be seen from Python, such as a send under way"],

@@ -129,36 +129,19 @@ def plain(text):
     return re.sub(r"\d+", "N", text.partition(" you tried")[0])
 
 
-def lane(name):
-    return pytest.mark.parametrize("fault", [pytest.param(fault, id=fault.id) for fault in LANES[name]])
+IN_ALL_RUNS, LONG = ("ordinary", "again"), ("others", "signals", "requests")
 
 
-@lane("ordinary")
-def test_a_fault_is_as_on_torch_and_the_next_step_is_right(fault, folders):
-    check(fault, folders("ordinary"))
-
-
-@lane("again")
-def test_a_schedule_that_failed_is_right_or_says_that_it_is_not(fault, folders):
-    check(fault, folders("again"))
-
-
-@pytest.mark.long
-@lane("others")
-def test_an_exception_in_the_other_schedules(fault, folders):
-    check(fault, folders("others"))
-
-
-@pytest.mark.long
-@lane("signals")
-def test_a_signal_in_the_other_schedules(fault, folders):
-    check(fault, folders("signals"))
-
-
-@pytest.mark.long
-@lane("requests")
-def test_no_memory_for_any_request(fault, folders):
-    check(fault, folders("requests"))
+@pytest.mark.parametrize(
+    ("lane", "fault"),
+    [
+        pytest.param(lane, fault, marks=[pytest.mark.long] if lane in LONG else [], id=f"{lane} {fault.id}")
+        for lane in IN_ALL_RUNS + LONG
+        for fault in LANES[lane]
+    ],
+)
+def test_a_fault_is_as_on_torch_and_the_next_step_is_right_or_refused(lane, fault, folders):
+    check(fault, folders(lane))
 
 
 # The table.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from support.blocks import ZERO_BUBBLE, Linears, f64
+from support.functions import handing_through
 from support.oracle import ON_TORCH, wrong_on_torch
 from support.pipelines import Case, Model, assert_close, in_turn, pipelined, ranks_of, unpipelined
 from torch import nn
@@ -101,24 +102,12 @@ class Logits(nn.Module):
         return self.model(x, use_cache=False).logits
 
 
-LIKE_LLAMA = {
-    "hidden_size": WIDTH,
-    "intermediate_size": 2 * WIDTH,
-    "num_hidden_layers": STAGES,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+LIKE_LLAMA = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": STAGES}
+LIKE_LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
 # Its head is its embedding: under ZBV the first and the last stage, on one rank, share a weight.
-LIKE_GPT2 = {
-    "n_positions": LENGTH,
-    "n_embd": WIDTH,
-    "n_layer": STAGES,
-    "n_head": 4,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
-LIKE_GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+LIKE_GPT2 = {"n_positions": LENGTH, "n_embd": WIDTH, "n_layer": STAGES, "n_head": 4}
+LIKE_GPT2 |= {"bos_token_id": 0, "eos_token_id": 0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
 def hugging_face(config, kind, cut=Cut, **given):
@@ -153,16 +142,9 @@ def peft(*layers):
 # torch's own.
 
 
-class ContiguousGradient(torch.autograd.Function):
-    """The gradient of attention's input is a transposed view, which torch's stages send as it is and gloo refuses."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()  # torch's own I cannot have a view as an output
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad.contiguous()
+# The gradient of attention's input is a transposed view, which torch's stages send as it is and gloo refuses. torch's own I
+# cannot have a view as an output.
+contiguous_gradient = handing_through(lambda x: x.clone(), lambda grad: grad.contiguous())
 
 
 class Encoder(nn.Module):
@@ -173,7 +155,7 @@ class Encoder(nn.Module):
 
     def forward(self, source, target=None):
         target = target if self.target is None else self.target(source)
-        return self.layer(ContiguousGradient.apply(source)), target
+        return self.layer(contiguous_gradient(source)), target
 
 
 class Decoder(nn.Module):
@@ -183,7 +165,7 @@ class Decoder(nn.Module):
 
     def forward(self, source, target):
         mask = nn.Transformer.generate_square_subsequent_mask(LENGTH)
-        source, target = map(ContiguousGradient.apply, (source, target))
+        source, target = map(contiguous_gradient, (source, target))
         target = self.layer(target, source, tgt_mask=mask, tgt_is_causal=True)
         return target if self.last else (source, target)
 

@@ -17,20 +17,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from support import pipelines
 from support.blocks import MICROBATCHES, SCHEDULES, WIDTH, ZERO_BUBBLE, Linears, batch, blocks, f64
-from support.pipelines import (
-    Case,
-    Model,
-    Pipeline,
-    assert_close,
-    count_of,
-    joined,
-    ranks_of,
-    train,
-    unpipelined,
-    unwatch,
-    watch,
-)
+from support.oracle import without_collector
+from support.pipelines import Model, Pipeline, assert_close, joined, ranks_of, train, unpipelined, unwatch, watch
 from support.processes import forks
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -187,7 +177,7 @@ def run(name, kind, release):
     """Steps 0 and 1 patched, with an evaluation between them where torch has one, step 2 on torch's own after unpatch() (which
     fails on odd outputs). Step 1 is watched. The garbage collector is off."""
     gc.disable()
-    line = Pipeline(name, MODELS[kind].build(count_of(name))[1]).start()
+    line = Pipeline(name, MODELS[kind].build(pipelines.count_of(name))[1]).start()
     numbers, watches, found, seen = itertools.count(), [], [], []
 
     def step(x, target):
@@ -211,7 +201,7 @@ def run(name, kind, release):
 
 
 CASES = {
-    f"{name} {kind} {release}": Case(functools.partial(run, name, kind, release), module="torch")
+    f"{name} {kind} {release}": pipelines.Case(functools.partial(run, name, kind, release), module="torch")
     for name, kind, release in RUNS
     if kind == "plain" or SENDS_NONE
 }
@@ -221,8 +211,7 @@ ranks = ranks_of(__file__, CASES)
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "kind", "release"),
-    [pytest.param(*run, marks=sends_none if run[1] == "odd" else ()) for run in RUNS],
+    ("name", "kind", "release"), [pytest.param(*run, marks=sends_none if run[1] == "odd" else ()) for run in RUNS]
 )
 def test_it_trains_as_unpipelined_and_nothing_lives_longer_than_it_is_needed(name, kind, release, ranks):
     steps, found, seen = zip(*ranks(f"{name} {kind} {release}"), strict=True)
@@ -236,10 +225,8 @@ def test_it_trains_as_unpipelined_and_nothing_lives_longer_than_it_is_needed(nam
 
 @pytest.fixture
 def one_rank(alone):
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+    with without_collector():
+        yield
 
 
 @functools.cache

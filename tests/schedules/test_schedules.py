@@ -9,24 +9,12 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from support import pipelines
 from support.blocks import MICROBATCHES, SCHEDULES, STEPS, ZERO_BUBBLE
 from support.compiled import Block, Watch
 from support.functions import Asks
 from support.oracle import needs_zbpipe, wrong_on_torch
-from support.pipelines import (
-    Case,
-    Model,
-    Pipeline,
-    assert_close,
-    count_of,
-    joined,
-    pipelined,
-    ranks_of,
-    sgd,
-    train,
-    unpipelined,
-    watch,
-)
+from support.pipelines import Case, Model, assert_close, joined, pipelined, ranks_of, sgd, train, unpipelined, watch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -41,8 +29,8 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
 def pipeline_of(model, name):
-    _, parts = model.build(count_of(name))
-    return Pipeline(name, parts)
+    _, parts = model.build(pipelines.count_of(name))
+    return pipelines.Pipeline(name, parts)
 
 
 # torch 2.15: microbatches that the caller has split, few sends under way, reductions that are waited for later.

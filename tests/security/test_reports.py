@@ -28,16 +28,8 @@ class Run:
     def __init__(self, folder, *arguments):
         out = folder / "out"
         out.mkdir()
-        command = [
-            sys.executable,
-            "-W",
-            "ignore",
-            "-m",
-            "support.audited",
-            str(folder / "events"),
-            str(out),
-            *arguments,
-        ]
+        audited = ["-W", "ignore", "-m", "support.audited"]
+        command = [sys.executable, *audited, str(folder / "events"), str(out), *arguments]
         done = subprocess.run(command, env=environment(OMP_NUM_THREADS="1"), capture_output=True, timeout=900)
         assert done.returncode == 0, done.stderr.decode()[-2000:]
         self.texts = {"standard error": done.stderr}

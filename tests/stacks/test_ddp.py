@@ -190,20 +190,11 @@ def composable_finds_unused(schedule):
     train(schedule, replicated(find_unused_parameters=True), Unused, release_outputs=True, sends=sends)
 
 
-KINDS = [
-    plain,
-    finds_unused,
-    static,
-    views_of_buckets,
-    hooked,
-    borrowed,
-    compressed,
-    composable,
-    composable_finds_unused,
-]
+KINDS = [plain, finds_unused, static, views_of_buckets, hooked, borrowed, compressed]
+KINDS += [composable, composable_finds_unused]
 if hasattr(DistributedDataParallel, "finalize_backward"):
     KINDS.append(ended_by_hand)
-CASES = cases_of(*KINDS)
+CASES = cases_of(*KINDS, of_compiled)
 ranks = ranks_of(__file__, CASES, world=4)
 
 

@@ -10,6 +10,7 @@ import torch
 from support.blocks import ZERO_BUBBLE
 from support.pipelines import Case, by_lane, ranks_of, watch
 from support.stacks import model
+from support.stacks.events import SCATTERS
 from support.stacks.training import (
     Training,
     as_unsplit,
@@ -21,7 +22,6 @@ from support.stacks.training import (
     unsharded_bytes,
     watching_compiled,
 )
-from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -29,35 +29,11 @@ from torch.utils.checkpoint import checkpoint
 import zbpipe
 
 GATHERS = ("_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_")
-SCATTERS = ("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_")
 
 
 class Checkpointed(model.Block):
     def forward(self, x):
         return x + checkpoint(self.mixer, self.norm(x), use_reentrant=False)
-
-
-class Convolution(model.Block):
-    """Its W wants the weight's shape: of a weight whose memory may be gone."""
-
-    def __init__(self):
-        super().__init__()
-        self.convolution = nn.Conv1d(1, 1, 3, padding=1)
-
-    def forward(self, x):
-        return super().forward(x) + self.convolution(x.unsqueeze(1)).squeeze(1).sin()
-
-
-class Adapted(Convolution):
-    """W runs a product of weights, which reads both, and views of one."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Parameter(torch.randn(model.WIDTH, 2) / 4)
-        self.b = nn.Parameter(torch.randn(2, model.WIDTH) / 4)
-
-    def forward(self, x):
-        return super().forward(x) + x @ (self.a @ self.b)
 
 
 on = functools.partial(mesh, "pp", "dp")
@@ -140,14 +116,14 @@ def recomputed(schedule):
 
 
 def convolution(schedule):
-    as_unsplit(schedule, on(), sharded(**RESHARDS), make=of(Convolution))
+    as_unsplit(schedule, on(), sharded(**RESHARDS), make=of(model.Convolution))
 
 
 def late_weight_passes(schedule):
     """Another forward has freed the weights, which W reads: they are gathered for it, and given back."""
     for block, policy in (
-        (Adapted, {}),
-        (Adapted, {"defer": "all"}),
+        (model.Adapted, {}),
+        (model.Adapted, {"defer": "all"}),
         (Checkpointed, {"checkpoint": "recompute"}),
         (model.Block, {}),
     ):

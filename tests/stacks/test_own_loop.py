@@ -6,36 +6,15 @@ import functools
 import pytest
 import torch
 from support.pipelines import Case, ranks_of
-from support.stacks.events import Events
+from support.stacks.events import SCATTERS, Events
+from support.stacks.model import WIDTH, Adapted, Block
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import zbpipe
 
-WIDTH, SCATTERS = 8, ("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_")
 EACH, ALL, WITHIN = "W behind each I", "all W's behind all I's", "W's within another backward"
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(self.up(self.norm(x)).tanh())
-
-
-class Reading(Block):
-    """Its W reads weights: two of one product, and a convolution's."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Parameter(torch.randn(WIDTH, 2)), nn.Parameter(torch.randn(2, WIDTH))
-        self.convolution = nn.Conv1d(1, 1, 3, padding=1)
-
-    def forward(self, x):
-        return super().forward(x) + x @ (self.a @ self.b) + self.convolution(x.unsqueeze(1)).squeeze(1).sin()
 
 
 def models(block, reduce_dtype):
@@ -132,8 +111,8 @@ RUNS = {
     "three, the last reduces, mixed": {"syncs": False, "reduce_dtype": torch.float32},
     "three, the last reduces, late, mixed": {"syncs": False, "reduce_dtype": torch.float32, "order": ALL},
     "one, mixed": {"count": 1, "reduce_dtype": torch.float32},
-    "reading": {"block": Reading},
-    "reading, late": {"block": Reading, "syncs": False, "order": ALL},
+    "reading": {"block": Adapted},
+    "reading, late": {"block": Adapted, "syncs": False, "order": ALL},
     "within another backward": {"syncs": False, "order": WITHIN},
     "whole backwards, main_grad": {"main_grad": True},
 }

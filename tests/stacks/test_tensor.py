@@ -43,14 +43,10 @@ class Mixer(nn.Module):
         return self.down(self.up(x).tanh() * self.gate(x))
 
 
-class Block(nn.Module):
+class Block(model.Block):
     def __init__(self):
         super().__init__()
-        self.norm = nn.LayerNorm(model.WIDTH)
         self.mixer = Mixer()
-
-    def forward(self, x):
-        return x + self.mixer(self.norm(x))
 
 
 def tensor_parallel(part, over=on):

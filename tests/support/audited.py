@@ -36,14 +36,8 @@ HARMLESS = {
     *("builtins.id", "sys._getframe", "sys._current_frames", "gc.get_objects", "gc.get_referents", "gc.get_referrers"),
     *("sys.excepthook", "sys.unraisablehook", "sys.settrace", "sys.setprofile", "sys.addaudithook", "weakref"),
     *("cpython._PySys_ClearAuditHooks", "cpython.PyInterpreterState_Clear", "sys._getframemodulename"),
-    *(
-        "import",
-        "os.listdir",
-        "os.scandir",
-        "time.sleep",
-        "sys.monitoring.register_callback",
-        "_thread.start_new_thread",
-    ),
+    *("import", "os.listdir", "os.scandir", "time.sleep", "_thread.start_new_thread"),
+    "sys.monitoring.register_callback",
 }
 
 

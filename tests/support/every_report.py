@@ -281,14 +281,8 @@ def planted(text, folder):
 
     code = compile(text, str(Path(zbpipe.__file__).with_name("planted.py")), "exec")
     with contextlib.suppress(FileNotFoundError):
-        exec(
-            code,
-            {
-                "__name__": "zbpipe.planted",
-                "folder": folder,
-                "code": (lambda: None).__code__.replace(co_filename="<text>"),
-            },
-        )
+        of_text = (lambda: None).__code__.replace(co_filename="<text>")
+        exec(code, {"__name__": "zbpipe.planted", "folder": folder, "code": of_text})
 
 
 def main(folder, what="everything", *texts):

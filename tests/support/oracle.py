@@ -101,6 +101,11 @@ def small(forward):
     return Stage(forward, a=(4, 4), b=(4, 4), c=(4, 4), s=(4,), t=(4,))
 
 
+def net(*layers):
+    """A stage of layers one after the other."""
+    return Stage(lambda m, x: m.net(x), net=nn.Sequential(*layers))
+
+
 def case(name, stage, *inputs, wrong="", always=True, **options):
     """A row of a table, for `check`: a stage, or the forward of a `small` one; its input is of 3 x 4 unless given.
 

@@ -10,19 +10,10 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 import zbpipe
+from support import oracle
 from support.functions import FailsAt
 from support.leaks import Watch
-from support.oracle import (
-    Run,
-    Stage,
-    assert_grads_own_memory,
-    close,
-    compare_inputs,
-    random_grads,
-    same,
-    snapshot,
-    twin,
-)
+from support.oracle import Stage, assert_grads_own_memory, close, compare_inputs, random_grads, same, snapshot, twin
 from support.program_names import NAMES
 from support.programs import LIMITS, MATRICES, ROWS, VECTORS, WIDTH, reenters
 
@@ -216,7 +207,7 @@ class Judged:
                 w.grad = torch.ones_like(w)
         stage.watch(self.program.watched)
         args = [[twin(value) for value in batch] for batch in batches]
-        run = Run(stage, args, passes, random_grads, lambda stage: stage.parameters(), contextlib.nullcontext)
+        run = oracle.Run(stage, args, passes, random_grads, lambda stage: stage.parameters(), contextlib.nullcontext)
         run.untouched = not reenters(self.program.forward)
         run.inexact_inputs = False
         return run

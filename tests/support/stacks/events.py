@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from support.pipelines import watch
 
 NO_COLLECTIVES = ("send", "recv_", "recv_any_source_", "wait_tensor", "_wrap_tensor_autograd")
+SCATTERS = ("_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_")
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_", "aten::bmm")
 
 

@@ -35,6 +35,29 @@ class Block(nn.Module):
         return x + self.mixer(self.norm(x))
 
 
+class Convolution(Block):
+    """Its W wants the weight's shape: of a weight whose memory may be gone."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv1d(1, 1, 3, padding=1)
+
+    def forward(self, x):
+        return super().forward(x) + self.convolution(x.unsqueeze(1)).squeeze(1).sin()
+
+
+class Adapted(Convolution):
+    """W runs a product of weights, which reads both, and views of one."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(WIDTH, 2) / 4)
+        self.b = nn.Parameter(torch.randn(2, WIDTH) / 4)
+
+    def forward(self, x):
+        return super().forward(x) + x @ (self.a @ self.b)
+
+
 def make_parts(block=Block, dtype=torch.float64, count=STAGES):
     """A block for each stage."""
     torch.manual_seed(1)
