@@ -76,7 +76,7 @@ static PyObject *group_ask(PyObject *op, void *asked)
 static PyObject *group_repr(PyObject *op)
 {
     const zbp_group *group = ((group_object *)op)->group;
-    const uint32_t weights = group->layout.weight_count, tasks = group->layout.task_count;
+    const uint32_t weights = group->book.weight_count, tasks = group->layout.task_count;
     PyObject *held, *text;
 
     if (zbp_book_is_claimed(&group->book)) {

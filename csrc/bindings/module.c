@@ -27,7 +27,6 @@ static int module_exec(PyObject *module)
         return -1;
     }
     if (PyModule_AddFunctions(module, zbp_passes_functions) < 0 ||
-        PyModule_AddFunctions(module, zbp_work_functions) < 0 ||
         PyModule_AddFunctions(module, zbp_release_functions) < 0 ||
         PyModule_AddFunctions(module, zbp_leaks_functions) < 0) {
         return -1;

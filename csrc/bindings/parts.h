@@ -18,8 +18,7 @@ static inline PyObject *zbp_or_raise(PyObject *object, zbp_error *error)
 int zbp_add_holders(PyObject *module);
 int zbp_add_memory(PyObject *module);
 
-extern PyMethodDef zbp_leaks_functions[], zbp_passes_functions[], zbp_release_functions[],
-    zbp_work_functions[];
+extern PyMethodDef zbp_leaks_functions[], zbp_passes_functions[], zbp_release_functions[];
 
 /* Whether another thread is in a call of I or W. With the GIL. */
 bool zbp_passes_run_elsewhere(void);

@@ -1,5 +1,5 @@
-/* passes.c - the input pass and the weight pass. The work is that of csrc/pass; here arguments are
- * handed to the shim and results wrapped. */
+/* passes.c - the input pass, the weight pass, and what Functions hand over from one to the other.
+ * Arguments are handed to the shim and results wrapped. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -198,7 +198,35 @@ static PyObject *is_watched(PyObject *Py_UNUSED(module), PyObject *tensor)
     return zbp_or_raise(zbp_is_watched(tensor, &error), &error);
 }
 
+/* ---- what Functions hand over in I: see zbpipe/_kernels/defer.py */
+
+PyDoc_STRVAR(defer_doc, "defer(function, weights, saved, /)\n--\n\n"
+                        "As zbpipe.defer; weights are a tuple or None, and a tuple is returned.");
+
+static PyObject *defer(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *function, *weights, *saved;
+    zbp_error error = {0};
+
+    if (!PyArg_ParseTuple(args, "OOO!:defer", &function, &weights, &PyTuple_Type, &saved)) {
+        return NULL;
+    }
+    return zbp_or_raise(zbp_defer(function, weights, saved, &error), &error);
+}
+
+PyDoc_STRVAR(will_defer_doc,
+             "will_defer(weights, /)\n--\n\n"
+             "True if defer() with these weights, called here, would hand the work over.");
+
+static PyObject *will_defer(PyObject *Py_UNUSED(module), PyObject *weights)
+{
+    zbp_error error = {0};
+    return zbp_or_raise(zbp_will_defer(weights, &error), &error);
+}
+
 PyMethodDef zbp_passes_functions[] = {{"input_pass", input_pass, METH_VARARGS, input_pass_doc},
                                       {"weight_pass", weight_pass, METH_VARARGS, weight_pass_doc},
                                       {"is_watched", is_watched, METH_O, is_watched_doc},
+                                      {"defer", defer, METH_VARARGS, defer_doc},
+                                      {"will_defer", will_defer, METH_O, will_defer_doc},
                                       {NULL, NULL, 0, NULL}};

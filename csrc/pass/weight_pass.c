@@ -124,7 +124,7 @@ static void settle(zbp_group *group, zbp_how how, bool failed)
         break;
     case ZBP_FATE_RELEASE:
         zbp_group_release(group); /* it reads the layout */
-        zbp_layout_clear(&group->layout);
+        zbp_layout_fini(&group->layout);
         break;
     case ZBP_FATE_CLOSE:
         zbp_group_close(group);

@@ -306,7 +306,7 @@ static int add_to_run(engine_run *run, zbp_group *group, zbp_error *error)
     run->count++;
     g->held = held;
     zbp_book_begin_run(&held->as.book, run->how.retain);
-    for (uint32_t w = 0; w < held->as.layout.weight_count; w++) {
+    for (uint32_t w = 0; w < held->as.book.weight_count; w++) {
         if (held->as.book.weight[w].has_arrived) {
             g->sink[w].is_reached = true;
             g->sink[w].in = held->weight[w].waiting;

@@ -24,8 +24,6 @@ static void adds_faces_to_the_last_task(void)
           !layout.face[2].is_transposed && !layout.face[2].is_viewed);
     zbp_layout_give_up_path(&layout, 0); /* it has none */
     CHECK(layout.face[0].weight == 0);
-    zbp_layout_clear(&layout);
-    CHECK(layout.weight_count == 2 && layout.task_count == 0 && layout.task == NULL);
     zbp_layout_fini(&layout);
 }
 

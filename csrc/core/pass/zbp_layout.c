@@ -65,14 +65,6 @@ int32_t zbp_layout_face_at(const zbp_layout *layout, uint32_t task, uint32_t slo
     return -1;
 }
 
-void zbp_layout_clear(zbp_layout *layout)
-{
-    const uint32_t weights = layout->weight_count;
-
-    zbp_layout_fini(layout);
-    layout->weight_count = weights;
-}
-
 bool zbp_layout_has_path(const zbp_face *face)
 {
     return face->weight >= 0 && face->outside >= 0;

@@ -87,9 +87,6 @@ ZBP_MUST_USE int zbp_layout_add_hop(zbp_layout *layout, zbp_hop hop);
 /* The task's face that is this edge of its node, counted from its first; -1 if none is. */
 int32_t zbp_layout_face_at(const zbp_layout *layout, uint32_t task, uint32_t slot);
 
-/* Only the weights are left: the tasks have done what they are for. */
-void zbp_layout_clear(zbp_layout *layout);
-
 bool zbp_layout_has_path(const zbp_face *face);
 /* The face leads to the first node of its path again and no more to the weight. Without a path it
  * stays as it is. */

@@ -10,17 +10,6 @@ namespace zbp {
 
 namespace {
 
-std::variant<Given, Product, Deferred> work_of(uint8_t kind) {
-  switch (kind) {
-    case ZBP_TASK_PRODUCT:
-      return Product{};
-    case ZBP_TASK_DEFERRED:
-      return Deferred{};
-    default:
-      return Given{};
-  }
-}
-
 /// Where the engine would add up what arrives there, and keep it until all has come.
 uint32_t target_of(const zbp_layout& layout, uint32_t f) {
   const zbp_face& face = layout.face[f];
@@ -42,7 +31,13 @@ at::Tensor Packed::unpack() const {
 }
 
 Task::Task(zbp_layout& of_layout, uint32_t of_number, NodePtr of_node)
-    : layout(&of_layout), number(of_number), node(std::move(of_node)), work(work_of(kind())) {}
+    : layout(&of_layout), number(of_number), node(std::move(of_node)) {
+  if (kind() == ZBP_TASK_PRODUCT) {
+    work.emplace<Product>();
+  } else if (kind() == ZBP_TASK_DEFERRED) {
+    work.emplace<Deferred>();
+  }
+}
 
 std::optional<size_t> Task::face_at(uint32_t slot) const {
   const int32_t f = zbp_layout_face_at(layout, number, slot);
