@@ -13,6 +13,7 @@ using torch::autograd::AccumulateGrad;
 
 namespace {
 
+/// What C has made goes with its owner.
 template <class T, void (*fini)(T*)>
 struct Owned : T {
   Owned() : T{} {}
