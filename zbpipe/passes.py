@@ -165,17 +165,19 @@ def _listed(name: str, values: Any) -> tuple[Any, ...]:
 
 def _listed_groups(values: Iterable[Any]) -> tuple[ParamGroup, ...]:
     listed = _listed("param_groups", values)
-    seen: set[int] = set()
     for i, group in enumerate(listed):
-        if not isinstance(group, ParamGroup):
+        if type(group) is not ParamGroup:
             raise TypeError(
                 f"param_groups[{i}] is {argument(group)}; expected a ParamGroup, as zbpipe.stage_backward_input "
                 "returns them"
             )
-        if id(group) in seen:
-            raise ValueError(f"param_groups[{i}] is listed twice")
-        seen.add(id(group))
+    if len(set(listed)) < len(listed):
+        raise ValueError(f"param_groups[{_first_repeated(listed)}] is listed twice")
     return listed
+
+
+def _first_repeated(values: Sequence[Any]) -> int:
+    return next(i for i, value in enumerate(values) if value in values[:i])
 
 
 def _check_listed(weights: tuple[Any, ...], groups: tuple[Any, ...]) -> None:

@@ -1,4 +1,4 @@
-/* zbp_pass.h - the weight pass: what is added in which order, and what becomes of it after an error.
+/* zbp_pass.h - the weight pass: what is added in which order, and what becomes of it on an error.
  *
  * Knows neither torch nor Python. What is decided stands in a split, layouts and books (core/pass);
  * what is touched it asks of the shim (zbp_weight.h), in whose place tests link one without torch.

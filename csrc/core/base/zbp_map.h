@@ -31,7 +31,8 @@ typedef struct zbp_map {
 void zbp_map_fini(zbp_map *map);
 
 /* Adds key, which is not NULL, with value; one that is there keeps its own. key is never read
- * through. ZBP_ENOMEM, the map unchanged. A key that is already there cannot fail. Amortised O(1). */
+ * through. ZBP_ENOMEM, the map unchanged; a key that is already there cannot fail. Amortised O(1).
+ */
 ZBP_MUST_USE int zbp_map_add(zbp_map *map, const void *key, uint32_t value);
 
 /* Whether key is there; then *value_out (may be NULL) is its value, else it is left alone. O(1). */

@@ -1,5 +1,5 @@
-/* zbp_kind.h - which kind of weight task a split node gets, and why: from what the shim has seen of a
- * graph's nodes, and what the policy says. The core asks for no more than this to decide how a
+/* zbp_kind.h - which kind of weight task a split node gets, and why: from what the shim has seen of
+ * a graph's nodes, and what the policy says. The core asks for no more than this to decide how a
  * backward is split; what a fact stands for in libtorch is the shim's (shim/group/facts.cpp).
  *
  * Whole is always right; product and deferred are the exceptions that pay. A product is confirmed
