@@ -241,7 +241,8 @@ typedef struct place {
 
 typedef struct group_run {
     fake_group *held;
-    bool task_has_run[MOST_TASKS];
+    bool task_is_due[MOST_TASKS];
+    bool leads[MOST_OUTSIDE];
     place outside[MOST_OUTSIDE];
     place sink[MOST_WEIGHTS];
 } group_run;
@@ -251,6 +252,11 @@ typedef struct engine_run {
     size_t count;
     group_run group[MOST_HELD];
 } engine_run;
+
+static bool is_wanted(const group_run *g, int32_t outside, int32_t weight)
+{
+    return weight >= 0 ? zbp_book_wants(&g->held->as.book, (uint32_t)weight) : g->leads[outside];
+}
 
 static void expect(group_run *g, int32_t outside, int32_t weight);
 
@@ -266,8 +272,10 @@ static void expect_behind(group_run *g, uint32_t outside)
 
 static void expect(group_run *g, int32_t outside, int32_t weight)
 {
+    if (!is_wanted(g, outside, weight))
+        return;
     if (weight >= 0) {
-        g->sink[weight].pending += zbp_book_wants(&g->held->as.book, (uint32_t)weight) ? 1 : 0;
+        g->sink[weight].pending++;
         return;
     }
     g->outside[outside].pending++;
@@ -306,6 +314,7 @@ static int add_to_run(engine_run *run, zbp_group *group, zbp_error *error)
     run->count++;
     g->held = held;
     zbp_book_begin_run(&held->as.book, run->how.retain);
+    zbp_book_find_leading(&held->as.book, &held->as.layout, g->leads);
     for (uint32_t w = 0; w < held->as.book.weight_count; w++) {
         if (held->as.book.weight[w].has_arrived) {
             g->sink[w].is_reached = true;
@@ -315,11 +324,10 @@ static int add_to_run(engine_run *run, zbp_group *group, zbp_error *error)
     for (uint32_t f = 0; f < held->as.layout.face_count; f++) {
         const zbp_face *face = &held->as.layout.face[f];
 
-        if (!zbp_book_wants_face(&held->as.book, &held->as.layout, f))
-            continue;
-        if (zbp_layout_has_path(face))
+        if (zbp_layout_has_path(face) && zbp_book_wants(&held->as.book, (uint32_t)face->weight))
             fake_violation("the engine does not run the steps of a path");
         expect(g, face->outside, face->weight);
+        g->task_is_due[face->task] |= is_wanted(g, face->outside, face->weight);
     }
     return ZBP_OK;
 }
@@ -328,7 +336,7 @@ static void deliver(group_run *g, int32_t outside, int32_t weight, const fake_gr
 {
     place *to = weight >= 0 ? &g->sink[weight] : &g->outside[outside];
 
-    if (weight >= 0 && !zbp_book_wants(&g->held->as.book, (uint32_t)weight))
+    if (!is_wanted(g, outside, weight))
         return;
     fake_add(&to->in, gradient, 1);
     to->pending--;
@@ -338,17 +346,13 @@ static int run_task(group_run *g, uint32_t t, zbp_error *error)
 {
     const zbp_layout *layout = &g->held->as.layout;
 
-    g->task_has_run[t] = true;
-    if (g->held->is_released)
-        return ZBP_OK; /* late, in a retry: all its weights have been added */
+    g->task_is_due[t] = false;
     if (touch(error) != ZBP_OK)
         return ZBP_ETORCH;
     for (uint32_t f = layout->task[t].face_begin; f < layout->task[t].face_end; f++) {
-        if (zbp_book_wants_face(&g->held->as.book, layout, f)) {
-            const fake_gradient gradient = gradient_of(g->held, f);
+        const fake_gradient gradient = gradient_of(g->held, f);
 
-            deliver(g, layout->face[f].outside, layout->face[f].weight, &gradient);
-        }
+        deliver(g, layout->face[f].outside, layout->face[f].weight, &gradient);
     }
     return ZBP_OK;
 }
@@ -357,6 +361,7 @@ static int run_outside(group_run *g, uint32_t o, bool retain, zbp_error *error)
 {
     const zbp_layout *layout = &g->held->as.layout;
     fake_outside *outside = &g->held->outside[o];
+    bool is_of_use = false;
 
     g->outside[o].is_reached = false;
     if (outside->saves && outside->is_spent)
@@ -365,9 +370,13 @@ static int run_outside(group_run *g, uint32_t o, bool retain, zbp_error *error)
         return ZBP_ETORCH;
     outside->is_spent = !retain;
     for (uint32_t h = 0; h < layout->hop_count; h++) {
-        if (layout->hop[h].outside == o)
-            deliver(g, layout->hop[h].to_outside, layout->hop[h].to_weight, &g->outside[o].in);
+        if (layout->hop[h].outside != o)
+            continue;
+        is_of_use |= is_wanted(g, layout->hop[h].to_outside, layout->hop[h].to_weight);
+        deliver(g, layout->hop[h].to_outside, layout->hop[h].to_weight, &g->outside[o].in);
     }
+    if (!is_of_use)
+        fake_violation("a node runs that leads to no weight which is still owed anything");
     return ZBP_OK;
 }
 
@@ -422,7 +431,7 @@ static bool step(engine_run *run, zbp_error *error, int *status)
         uint32_t k = n % kinds;
 
         if (k < MOST_TASKS) {
-            if (k < g->held->as.layout.task_count && !g->task_has_run[k]) {
+            if (k < g->held->as.layout.task_count && g->task_is_due[k]) {
                 *status = run_task(g, k, error);
                 return true;
             }

@@ -102,9 +102,10 @@ mutant "what a run raised is not raised" $pass \
 mutant "a weight that was added is wanted again" $book 's/return !book->weight\[weight\].is_added && /return /'
 mutant "a gradient that waits is computed again" $book 's/ && !book->weight\[weight\].has_arrived;/;/'
 mutant "hooks are called again in a retry" $book 's/book->weight\[weight\].is_hooked = true;/;/'
-mutant "the last weight lets go of what is to run again" $book 's/= !retain && !book->has_failed;/= !book->has_failed;/'
+mutant "the last weight lets go of what is to run again" $book 's/goes_with_last = !retain;/goes_with_last = true;/'
 # What becomes of groups.
 mutant "two weight passes have one group" $book 's/return __atomic_exchange_n.*/book->claimed = 1; return true;/'
+mutant "what leads to no owed weight runs again" $book 's/leads\[o\] = false;/leads[o] = true;/'
 mutant "a retried group is to run again" $book 's/ && !book->has_failed) {/) {/'
 mutant "a call that failed is forgotten" $book '/^zbp_fate zbp_book_settle/,/^}/s/book->has_failed = true;/;/'
 mutant "a call that was to retain and failed cannot be repeated" $book \

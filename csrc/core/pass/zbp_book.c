@@ -124,11 +124,23 @@ bool zbp_book_wants(const zbp_book *book, uint32_t weight)
     return !book->weight[weight].is_added && !book->weight[weight].has_arrived;
 }
 
-bool zbp_book_wants_face(const zbp_book *book, const zbp_layout *layout, uint32_t face)
+void zbp_book_find_leading(const zbp_book *book, const zbp_layout *layout, bool *leads)
 {
-    const int32_t weight = layout->face[face].weight;
+    bool is_changed = true;
 
-    return weight < 0 || zbp_book_wants(book, (uint32_t)weight);
+    for (uint32_t o = 0; o < layout->outside_count; o++)
+        leads[o] = false;
+    while (is_changed) { /* most often once: hops come in the order of the walk */
+        is_changed = false;
+        for (uint32_t h = layout->hop_count; h-- > 0;) {
+            const zbp_hop *hop = &layout->hop[h];
+
+            if (!leads[hop->outside] &&
+                (hop->to_weight >= 0 ? zbp_book_wants(book, (uint32_t)hop->to_weight)
+                                     : leads[hop->to_outside]))
+                leads[hop->outside] = is_changed = true;
+        }
+    }
 }
 
 static uint32_t count_missing(const zbp_book *book)
@@ -153,8 +165,7 @@ void zbp_book_added_alone(zbp_book *book, uint32_t weight)
 void zbp_book_begin_run(zbp_book *book, bool retain)
 {
     book->missing = count_missing(book);
-    /* In a retry a task can come late: all its weights may have been added before. */
-    book->goes_with_last = !retain && !book->has_failed;
+    book->goes_with_last = !retain;
 }
 
 void zbp_book_arrived(zbp_book *book, uint32_t weight)
@@ -208,8 +219,10 @@ uint64_t zbp_book_unpacks_up_to(const zbp_book *book, const zbp_layout *layout)
 
     for (uint32_t f = 0; f < layout->face_count; f++) {
         const zbp_task *task = &layout->task[layout->face[f].task];
+        const int32_t weight = layout->face[f].weight;
 
-        if (task->leaves_packed && task->sequence_nr > last && zbp_book_wants_face(book, layout, f))
+        if (task->leaves_packed && task->sequence_nr > last &&
+            (weight < 0 || zbp_book_wants(book, (uint32_t)weight)))
             last = task->sequence_nr;
     }
     return last;

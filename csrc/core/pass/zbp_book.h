@@ -97,10 +97,11 @@ void zbp_book_find_alone(zbp_book *book, const zbp_layout *layout, zbp_how how);
  * step. */
 void zbp_book_give_up_paths(const zbp_book *book, zbp_layout *layout);
 
-/* Whether a sum for the weight is still to be computed; whether the face's gradient is, for its
- * weight or for what lies behind it. */
+/* Whether a sum for the weight is still to be computed. */
 bool zbp_book_wants(const zbp_book *book, uint32_t weight);
-bool zbp_book_wants_face(const zbp_book *book, const zbp_layout *layout, uint32_t face);
+/* leads[outside_count]: whether the outside node leads to a weight that is wanted. In a retry others
+ * are not run again: they may have nothing left to run with, and their hooks have been called. */
+void zbp_book_find_leading(const zbp_book *book, const zbp_layout *layout, bool *leads);
 
 /* Whether every weight has been added, also of a spent group. */
 bool zbp_book_is_complete(const zbp_book *book);
@@ -131,8 +132,8 @@ bool zbp_book_claim(zbp_book *book);
 void zbp_book_give_back(zbp_book *book);
 bool zbp_book_is_claimed(const zbp_book *book);
 
-/* The highest sequence number of a task that leaves something packed and whose gradients are still
- * to be computed; 0 if there is none. */
+/* The highest sequence number of a task that leaves something packed and whose gradients may still be
+ * wanted; 0 if there is none. */
 uint64_t zbp_book_unpacks_up_to(const zbp_book *book, const zbp_layout *layout);
 
 ZBP_END_C

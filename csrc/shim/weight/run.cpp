@@ -67,8 +67,7 @@ class TaskNode : public Node {
     }
   }
 
-  // A group that is complete has no tasks any more. In a retry a task can come late: all its
-  // weights have been added before.
+  // A group that is complete has no tasks any more.
   std::string name() const override {
     return task_ < group_->tasks.size() ? group_->tasks[task_].name() : "zbpipe::TaskNode";
   }
@@ -76,9 +75,6 @@ class TaskNode : public Node {
  protected:
   variable_list apply(variable_list&& /*grads*/) override {
     variable_list grads(num_outputs());
-    if (task_ >= group_->tasks.size()) {
-      return grads;
-    }
     RECORD_USER_SCOPE("zbpipe::group");
     Task& task = group_->tasks[task_];
     std::optional<c10::Stream> ordered;
@@ -226,7 +222,7 @@ struct Mirror {
 
   // Of the group that is being added: null for a weight that has been added.
   std::vector<NodeRef<Sink>> sinks;
-  std::vector<NodeRef<Proxy>> proxies;
+  std::vector<NodeRef<Proxy>> proxies;  // null for one that leads to no wanted weight
 
   void add_sinks(const GroupPtr& group) {
     sinks.assign(group->weights.size(), nullptr);
@@ -245,17 +241,26 @@ struct Mirror {
   }
 
   void add_proxies(const Group& group) {
-    proxies.clear();
-    for (const Outside& outside : group.outside) {
-      proxies.push_back(make_node<Proxy>(outside, shared));
-      represented.push_back(outside.node);
+    const auto leads = std::make_unique<bool[]>(group.outside.size());
+    zbp_book_find_leading(&group.book, &group.layout, leads.get());
+    proxies.assign(group.outside.size(), nullptr);
+    for (size_t o = 0; o < proxies.size(); ++o) {
+      if (leads[o]) {
+        proxies[o] = make_node<Proxy>(group.outside[o], shared);
+        represented.push_back(group.outside[o].node);
+      }
     }
     for (uint32_t h = 0; h < group.layout.hop_count; ++h) {
       const zbp_hop& hop = group.layout.hop[h];
+      if (!proxies[hop.outside]) {
+        continue;
+      }
       Edge& edge = proxies[hop.outside]->next_edges()[hop.slot];
       if (hop.to_weight < 0) {
-        edge = Edge(proxies[hop.to_outside],
-                    group.outside[hop.outside].node->next_edge(hop.slot).input_nr);
+        edge = proxies[hop.to_outside]
+                   ? Edge(proxies[hop.to_outside],
+                          group.outside[hop.outside].node->next_edge(hop.slot).input_nr)
+                   : Edge();
       } else if (zbp_book_wants(&group.book, static_cast<uint32_t>(hop.to_weight))) {
         edge = Edge(sinks[hop.to_weight], 0);
         const Weight& weight = group.weights[hop.to_weight];
@@ -275,17 +280,14 @@ struct Mirror {
     for (size_t f = 0; f < task.face.size(); ++f) {
       Edge& edge = node->next_edges().emplace_back();
       const zbp_face& plan = task.plan(f);
-      const auto number = static_cast<uint32_t>(task.plan().face_begin + f);
-      if (!zbp_book_wants_face(&group->book, &group->layout, number)) {
-        continue;
-      }
-      is_wanted = true;
-      if (plan.weight < 0) {
+      if (plan.weight < 0 && proxies[plan.outside]) {
         edge = Edge(proxies[plan.outside], task.face[f].edge.input_nr);
-      } else {
+      } else if (plan.weight >= 0 &&
+                 zbp_book_wants(&group->book, static_cast<uint32_t>(plan.weight))) {
         edge = Edge(sinks[plan.weight], 0);
-        sinks[plan.weight]->served.push_back(number);
+        sinks[plan.weight]->served.push_back(task.plan().face_begin + static_cast<uint32_t>(f));
       }
+      is_wanted = is_wanted || edge.is_valid();
     }
     if (is_wanted) {
       starts.emplace_back(std::move(node), 0);
