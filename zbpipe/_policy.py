@@ -91,9 +91,9 @@ class Policy:
         return f"Policy({', '.join(f'{name}={value!r}' for name, value in self.as_dict().items())})"
 
     def _choices(self) -> tuple[int, int, bool, bool, tuple[torch.Tensor, ...]]:
-        """For C: csrc/core/pass/zbp_policy.h has the numbers."""
+        """For C: csrc/core/pass/zbp_kind.h has the numbers."""
         defer = ("nothing", "matrices", "all").index(self.defer)
-        return defer, _WORDS["checkpoint"].index(self.checkpoint), self.fused, self.main_grad, self.exclude
+        return defer, _WORDS["checkpoint"].index(self.checkpoint), self.main_grad, self.fused, self.exclude
 
     def _key(self) -> tuple[Any, ...]:
         return self.defer, frozenset(map(id, self.exclude)), self.checkpoint, self.fused, self.main_grad

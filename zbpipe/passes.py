@@ -83,7 +83,7 @@ def stage_backward_input(
                 policy,
             )
     except _C.RunError as error:
-        raise _failed("stage backward input", stage_outputs_or_loss, output_grads, input_values) from error.args[0]
+        raise _failed("stage backward input", stage_outputs_or_loss, output_grads, input_values) from error.__cause__
     if stages is not None:
         dinputs = (*dinputs, *(None for _ in range(len(dinputs), len(input_values))))
     return dinputs, groups
@@ -238,7 +238,9 @@ def stage_backward(
     except _EdgeWithoutGradient:
         raise
     except Exception as error:
-        raise _failed("stage backward", stage_output, output_grads, inputs) from error
+        raise _failed("stage backward", stage_output, output_grads, inputs) from (
+            error.__cause__ if isinstance(error, _C.RunError) else error
+        )
     return tuple(_take_grad(value) for value in inputs)
 
 
@@ -247,10 +249,7 @@ def _backward_into_main_grad(roots: Sequence[Any], root_grads: Sequence[torch.Te
     scale.check_main_grad()
     policy = get_policy()
     with inner.backwards(policy):
-        try:
-            _, groups = _C.input_pass(tuple(roots), tuple(root_grads), (), None, policy)
-        except _C.RunError as error:
-            raise error.args[0] from None
+        _, groups = _C.input_pass(tuple(roots), tuple(root_grads), (), None, policy)
         with fsdp.around_own(groups):
             _C.weight_pass(tuple(groups), False, policy)
 

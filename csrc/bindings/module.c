@@ -1,6 +1,7 @@
 /* module.c - the extension module zbpipe._C.
  *
- * There is no static mutable state: types and exceptions live in the module's state (parts.h).
+ * Types and exceptions live in the module's state (parts.h); static is the count of running passes,
+ * and the shim's tables, which live as long as the process.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>

@@ -18,40 +18,32 @@ static int tuple_or_null(PyObject *object, void *out)
     return 0;
 }
 
-/* What a zbpipe.Policy says to either pass. */
-typedef struct choices {
-    zbp_policy of_input_pass;
-    bool fused;
-    PyObject *excluded; /* borrowed from the policy */
-} choices;
-
-/* 0, or -1 with an error set. */
-static int read_policy(PyObject *policy, choices *out)
+/* Reads a zbpipe.Policy; *excluded_out is borrowed from it. 0, or -1 with an error set. */
+static int read_policy(PyObject *policy, zbp_policy *out, PyObject **excluded_out)
 {
-    zbp_policy *const first = &out->of_input_pass;
     PyObject *given = PyObject_CallMethod(policy, "_choices", NULL);
-    int fused = 0, main_grad = 0;
     const bool is_read =
-        given != NULL &&
-        PyArg_ParseTuple(given, "bbppO!:_choices", &first->leaves.defer, &first->leaves.checkpoint,
-                         &fused, &main_grad, &PyTuple_Type, &out->excluded);
+        given != NULL && PyArg_ParseTuple(given, "bbbbO!:_choices", &out->defer, &out->checkpoint,
+                                          &out->main_grad, &out->fuse, &PyTuple_Type, excluded_out);
 
-    first->main_grad = main_grad != 0;
-    out->fused = fused != 0;
     Py_XDECREF(given);
     return is_read ? 0 : -1;
 }
 
-/* Replaces the current error by run_error, whose argument it becomes. */
+/* Replaces the current error by run_error, with the current one as its cause. */
 static void raise_run_error(PyObject *run_error)
 {
-    PyObject *type, *cause, *traceback;
+    PyObject *type, *cause, *traceback, *error, *ignored_type, *ignored_traceback;
     PyErr_Fetch(&type, &cause, &traceback);
     PyErr_NormalizeException(&type, &cause, &traceback);
     if (traceback != NULL) {
         PyException_SetTraceback(cause, traceback);
     }
-    PyErr_SetObject(run_error, cause);
+    PyErr_SetString(run_error, "the backward raised");
+    PyErr_Fetch(&ignored_type, &error, &ignored_traceback);
+    PyErr_NormalizeException(&ignored_type, &error, &ignored_traceback);
+    PyException_SetCause(error, Py_NewRef(cause));
+    PyErr_Restore(ignored_type, error, ignored_traceback);
     Py_XDECREF(type);
     Py_XDECREF(cause);
     Py_XDECREF(traceback);
@@ -85,7 +77,7 @@ PyDoc_STRVAR(
     "The input pass: (dinputs, param_groups). See zbpipe.stage_backward_input; an output\n"
     "whose gradient is False is detached with the others, and no backward starts from it.\n"
     "All but policy, a zbpipe.Policy, are tuples; grads and weights may be None.\n"
-    "Raises RunError, with the original as its argument, if the backward itself failed;\n"
+    "Raises RunError, with the original as its cause, if the backward itself failed;\n"
     "other errors refuse the arguments, and nothing was touched.");
 
 static PyObject *input_pass(PyObject *module, PyObject *args)
@@ -93,17 +85,14 @@ static PyObject *input_pass(PyObject *module, PyObject *args)
     PyObject *policy, *result;
     zbp_input_args given = {0};
     zbp_error error = {0};
-    choices said = {0};
     bool has_begun = false;
 
     if (!PyArg_ParseTuple(args, "O!O&O!O&O:input_pass", &PyTuple_Type, &given.outputs,
                           tuple_or_null, &given.grads, &PyTuple_Type, &given.inputs, tuple_or_null,
                           &given.weights, &policy) ||
-        read_policy(policy, &said) < 0) {
+        read_policy(policy, &given.policy, &given.excluded) < 0) {
         return NULL;
     }
-    given.policy = said.of_input_pass;
-    given.excluded = said.excluded;
     pass_begins();
     result = zbp_or_raise(zbp_input_call(&given, zbp_group_wrap, zbp_state_of(module)->group_type,
                                          &has_begun, &error),
@@ -163,21 +152,21 @@ PyDoc_STRVAR(weight_pass_doc,
 
 static PyObject *weight_pass(PyObject *module, PyObject *args)
 {
-    PyObject *tuple, *policy, *result = NULL;
+    PyObject *tuple, *policy, *excluded, *result = NULL;
     weight_call call = {0};
     int retain;
-    choices said = {0};
+    zbp_policy said;
     zbp_how how = {0};
     zbp_error error = {0};
 
     if (!PyArg_ParseTuple(args, "O!pO:weight_pass", &PyTuple_Type, &tuple, &retain, &policy) ||
-        read_policy(policy, &said) < 0) {
+        read_policy(policy, &said, &excluded) < 0) {
         return NULL;
     }
-    how = (zbp_how){.retain = retain != 0, .fuse = said.fused};
+    how = (zbp_how){.retain = retain != 0, .fuse = said.fuse != 0};
     pass_begins();
     if (claim(&call, module, tuple) == 0 &&
-        zbp_weight_call(call.group, call.count, how, said.of_input_pass.main_grad, zbp_pass_weights,
+        zbp_weight_call(call.group, call.count, how, said.main_grad != 0, zbp_pass_weights,
                         &error) == ZBP_OK) {
         result = Py_NewRef(Py_None);
     }

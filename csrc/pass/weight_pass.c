@@ -58,7 +58,7 @@ static int add_alone(zbp_group *group, zbp_how how, zbp_error *error)
         if ((book->weight[w].seen & ZBP_WEIGHT_FROZEN) == 0)
             status = zbp_add_alone(group, book->weight[w].alone, how, error);
         if (status == ZBP_OK)
-            zbp_book_added_alone(&group->book, w);
+            group->book.weight[w].is_added = true;
     }
     if (status == ZBP_OK && !how.retain && zbp_book_is_complete(book))
         zbp_group_release(group);

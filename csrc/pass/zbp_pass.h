@@ -16,7 +16,8 @@ ZBP_BEGIN_C
  *
  * ZBP_OK: every group is complete, and closed, or with how.retain ready to run again. Another
  * status: *error says what was raised. What had been added by then is noted in the books, and the
- * call can be repeated, with the same groups or some of them: nothing is added twice. */
+ * call can be repeated with the same groups, or with some of them unless they are retained: nothing
+ * is added twice. */
 ZBP_MUST_USE int zbp_pass_weights(zbp_group *const *group, size_t count, zbp_how how,
                                   zbp_error *error);
 

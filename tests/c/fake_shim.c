@@ -401,14 +401,14 @@ static void run_sink(group_run *g, uint32_t w, zbp_error *error)
 
     g->sink[w].is_reached = false;
     weight->waiting = g->sink[w].in;
-    zbp_book_arrived(&held->as.book, w);
+    held->as.book.weight[w].has_arrived = true;
     if (!held->as.book.weight[w].is_hooked) {
         if ((weight->seen & ZBP_WEIGHT_HOOKED) != 0) {
             if (touch(error) != ZBP_OK)
                 return;
             call_hooks(held, w);
         }
-        zbp_book_hooked(&held->as.book, w);
+        held->as.book.weight[w].is_hooked = true;
     }
     if (touch(error) != ZBP_OK)
         return;

@@ -86,7 +86,7 @@ mutant "the first group does not ask which weights are the engine's" $pass \
     's/for (size_t g = 0; g < count && status == ZBP_OK && engine.count/for (size_t g = 1; g < count \&\& engine.count/'
 # What is alone.
 mutant "a frozen weight is added to" $pass 's/(book->weight\[w\].seen & ZBP_WEIGHT_FROZEN) == 0/true/'
-mutant "what is added alone is not noted" $pass 's/zbp_book_added_alone(&group->book, w);/;/'
+mutant "what is added alone is not noted" $pass 's/group->book.weight\[w\].is_added = true;/;/'
 mutant "a complete group holds on while others run" $pass 's/!how.retain && zbp_book_is_complete(book))/false)/'
 mutant "a complete group lets go of what is to run again" $pass \
     's/!how.retain && zbp_book_is_complete(book))/zbp_book_is_complete(book))/'
@@ -101,7 +101,6 @@ mutant "what a run raised is not raised" $pass \
     's/status = zbp_run_engine(group + first, g - first/(void)!zbp_run_engine(group + first, g - first/'
 mutant "a weight that was added is wanted again" $book 's/return !book->weight\[weight\].is_added && /return /'
 mutant "a gradient that waits is computed again" $book 's/ && !book->weight\[weight\].has_arrived;/;/'
-mutant "hooks are called again in a retry" $book 's/book->weight\[weight\].is_hooked = true;/;/'
 mutant "the last weight lets go of what is to run again" $book 's/goes_with_last = !retain;/goes_with_last = true;/'
 # What becomes of groups.
 mutant "two weight passes have one group" $book 's/return __atomic_exchange_n.*/book->claimed = 1; return true;/'

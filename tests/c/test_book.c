@@ -49,7 +49,7 @@ static bool alone_are(zbp_how how, const char *faces)
 static void add_all(void)
 {
     for (uint32_t w = 0; w < book.weight_count; w++)
-        zbp_book_added_alone(&book, w);
+        book.weight[w].is_added = true;
 }
 
 /* ---- init, fini, close */
@@ -124,9 +124,9 @@ static void what_anybody_could_tell_runs_in_the_engine(void)
     CHECK(alone_are(PLAIN, "0-2"));
     book.weight[1].seen = ZBP_WEIGHT_FROZEN; /* nothing is added there, by either way */
     CHECK(alone_are(PLAIN, "012"));
-    zbp_book_arrived(&book, 1); /* its sink has the sum */
+    book.weight[1].has_arrived = true; /* its sink has the sum */
     CHECK(alone_are(PLAIN, "0-2"));
-    zbp_book_added_alone(&book, 0);
+    book.weight[0].is_added = true;
     CHECK(alone_are(PLAIN, "--2"));
     layout.task[2].leaves_packed = true; /* a region is computed again once in a run */
     CHECK(alone_are(PLAIN, "---"));
@@ -140,8 +140,8 @@ static void what_anybody_could_tell_runs_in_the_engine(void)
 static void paths_to_what_the_engine_adds_are_given_up(void)
 {
     open_book(4, 4, "Pa:0 Pb:1 Pc:2 P3 Pd");
-    zbp_book_added_alone(&book, 0);
-    zbp_book_arrived(&book, 1);
+    book.weight[0].is_added = true;
+    book.weight[1].has_arrived = true;
     zbp_book_give_up_paths(&book, &layout);
     CHECK(layout.face[0].weight == 0 && layout.face[1].weight == 1); /* nothing runs for them */
     CHECK(layout.face[2].weight == -1 && layout.face[2].outside == 2);
@@ -175,15 +175,15 @@ static void the_last_weight_tells_that_the_tasks_can_go(void)
 {
     for (int retain = 0; retain < 2; retain++) {
         open_book(4, 1, "P0 W1 Ra P3");
-        zbp_book_added_alone(&book, 3);
+        book.weight[3].is_added = true;
         zbp_book_begin_run(&book, retain != 0);
         for (uint32_t i = 0; i < 3; i++) {
             const uint32_t w = (i + 1) % 3; /* in any order */
 
             CHECK(zbp_book_wants(&book, w));
-            zbp_book_arrived(&book, w);
+            book.weight[w].has_arrived = true;
             CHECK(!zbp_book_wants(&book, w) && !book.weight[w].is_hooked);
-            zbp_book_hooked(&book, w);
+            book.weight[w].is_hooked = true;
             CHECK(book.weight[w].is_hooked);
             CHECK(zbp_book_added(&book, w) == (i == 2 && retain == 0));
             CHECK(!zbp_book_wants(&book, w) && !book.weight[w].has_arrived);
@@ -202,13 +202,13 @@ static void it_unpacks_up_to_the_last_task_that_is_wanted(void)
     for (uint32_t t = 0; t < 3; t++)
         layout.task[t].leaves_packed = true;
     CHECK(zbp_book_unpacks_up_to(&book, &layout) == 100);
-    zbp_book_added_alone(&book, 0);
+    book.weight[0].is_added = true;
     CHECK(zbp_book_unpacks_up_to(&book, &layout) == 99);
     layout.task[1].sequence_nr = 90;
     CHECK(zbp_book_unpacks_up_to(&book, &layout) == 98);
-    zbp_book_arrived(&book, 2);
+    book.weight[2].has_arrived = true;
     CHECK(zbp_book_unpacks_up_to(&book, &layout) == 90);
-    zbp_book_added_alone(&book, 1);
+    book.weight[1].is_added = true;
     CHECK(zbp_book_unpacks_up_to(&book, &layout) == 0);
     close_book();
 }
@@ -283,8 +283,8 @@ static long lasts;
 static void *report_a_share(void *first)
 {
     for (uint32_t w = *(uint32_t *)first; w < SINKS; w += THREADS) {
-        zbp_book_arrived(&book, w);
-        zbp_book_hooked(&book, w);
+        book.weight[w].has_arrived = true;
+        book.weight[w].is_hooked = true;
         if (zbp_book_added(&book, w))
             __atomic_add_fetch(&lasts, 1, __ATOMIC_RELAXED);
     }

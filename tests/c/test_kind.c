@@ -5,15 +5,15 @@
 static const zbp_sides LEFT = {true, false, true}, RIGHT = {false, true, true},
                        BOTH = {true, true, true}, NEITHER = {false, false, false},
                        LIGHT = {false, true, false};
-static const zbp_decision MATRICES = {ZBP_DEFER_MATRICES, ZBP_CHECKPOINT_KEEP},
-                          ALL = {ZBP_DEFER_ALL, ZBP_CHECKPOINT_KEEP},
-                          NOTHING = {ZBP_DEFER_NOTHING, ZBP_CHECKPOINT_KEEP},
-                          IN_I = {ZBP_DEFER_ALL, ZBP_CHECKPOINT_INPUT_PASS};
+static const zbp_policy MATRICES = {.defer = ZBP_DEFER_MATRICES, .checkpoint = ZBP_CHECKPOINT_KEEP},
+                        ALL = {.defer = ZBP_DEFER_ALL, .checkpoint = ZBP_CHECKPOINT_KEEP},
+                        NOTHING = {.defer = ZBP_DEFER_NOTHING, .checkpoint = ZBP_CHECKPOINT_KEEP},
+                        IN_I = {.defer = ZBP_DEFER_ALL, .checkpoint = ZBP_CHECKPOINT_INPUT_PASS};
 
 typedef struct row {
     uint8_t type, flag;
     zbp_sides sides;
-    zbp_decision policy;
+    zbp_policy policy;
     uint8_t kind, why;
     bool is_excluded;
 } row;
@@ -81,24 +81,9 @@ static void only_a_functions_backward_hands_work_over(void)
     CHECK(zbp_takes_work(&function, ALL, true) == ZBP_DEFER_NOTHING);
 }
 
-static void each_has_a_name_of_its_own(void)
-{
-    for (uint8_t kind = ZBP_TASK_PRODUCT; kind <= ZBP_TASK_ROOT; kind++) {
-        for (uint8_t other = ZBP_TASK_PRODUCT; other < kind; other++)
-            CHECK(strcmp(zbp_kind_name(kind), zbp_kind_name(other)) != 0);
-    }
-    for (uint8_t why = ZBP_WHY_SEPARABLE; why <= ZBP_WHY_LIGHT; why++) {
-        for (uint8_t other = ZBP_WHY_SEPARABLE; other < why; other++)
-            CHECK(strcmp(zbp_why_name(why), zbp_why_name(other)) != 0);
-    }
-    CHECK(strcmp(zbp_kind_name(ZBP_TASK_WHOLE), "whole") == 0);
-    CHECK(strcmp(zbp_why_name(ZBP_WHY_POST_HOOK), "post hook") == 0);
-}
-
 int main(void)
 {
     check_sees_failure();
-    RUN(each_has_a_name_of_its_own);
     RUN(each_row_of_the_table);
     RUN(only_a_functions_backward_hands_work_over);
     return check_end();

@@ -5,14 +5,13 @@
 #include "counting.h"
 #include "model.h"
 
-enum { NODES = 40, EDGES = 4 * NODES, ROOTS = 4 };
+enum { NODES = 40, ROOTS = 4 };
 
 typedef struct world {
     zbp_graph graph;
     zbp_plan plan;
     zbp_fact fact[NODES];
-    bool is_matrix[EDGES];
-    zbp_facts facts; /* the two arrays */
+    zbp_facts facts; /* the array */
     zbp_split split;
     uint32_t root[ROOTS], root_count;
 } world;
@@ -36,9 +35,8 @@ static bool is_marked(const world *w, uint32_t node, uint8_t mark)
 
 static void open_facts(world *w)
 {
-    REQUIRE(w->graph.node_count <= NODES && w->graph.edge_count <= EDGES);
+    REQUIRE(w->graph.node_count <= NODES);
     w->facts.fact = w->fact;
-    w->facts.is_matrix = w->is_matrix;
 }
 
 static void draw_facts(world *w, uint64_t *state)
@@ -50,13 +48,12 @@ static void draw_facts(world *w, uint64_t *state)
             .type = (uint8_t)model_below(state, 5),
             .left_slot = (uint8_t)model_below(state, 2),
             .step = (uint8_t)model_below(state, ZBP_STEP_VIEW + 1),
-            .flag = (uint8_t)(model_below(state, 4) == 0 ? model_below(state, 8) : 0),
+            .flag = (uint8_t)(model_below(state, 4) == 0 ? model_below(state, 32)
+                                                         : model_below(state, 4) * 8),
         };
     }
-    for (uint32_t e = 0; e < w->graph.edge_count; e++)
-        w->is_matrix[e] = model_below(state, 2) == 0;
-    w->facts.policy =
-        (zbp_decision){(uint8_t)model_below(state, 3), (uint8_t)model_below(state, 3)};
+    w->facts.policy = (zbp_policy){.defer = (uint8_t)model_below(state, 3),
+                                   .checkpoint = (uint8_t)model_below(state, 3)};
 }
 
 /* The roots are those that the graph has marked; one may start the backward twice. */
@@ -312,7 +309,10 @@ static void check_task(const world *w, uint32_t group, uint32_t node)
             (edge->slot == fact->left_slot || edge->slot == fact->left_slot + 1u)) {
             sides.left = sides.left || edge->slot == fact->left_slot;
             sides.right = sides.right || edge->slot != fact->left_slot;
-            sides.has_matrix = sides.has_matrix || w->facts.is_matrix[e];
+            sides.has_matrix =
+                sides.has_matrix ||
+                (fact->flag & (edge->slot == fact->left_slot ? ZBP_FACT_LEFT_MATRIX
+                                                             : ZBP_FACT_RIGHT_MATRIX)) != 0;
         }
         f++;
     }

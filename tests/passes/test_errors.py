@@ -332,6 +332,26 @@ def test_weight_pass_that_failed_goes_on_where_it_stopped(name, kind):
 
 
 @needs_zbpipe
+@pytest.mark.parametrize(("first", "then"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("at", ["a weight", "a node"])
+def test_a_retry_runs_no_node_whose_weights_have_been_served(at, first, then):
+    """It would have nothing left to run with; its hooks would come twice, and its kernels would add twice."""
+    m = Stage(None, **dict.fromkeys("abcd", (4, 4)))
+    x, seen = fresh(4, 4), []
+    expected = torch.autograd.grad(torch.addmm(m.c * m.d, x, m.a * m.b).sum(), list(m.parameters()))
+    u, v = m.c * m.d, m.a * m.b
+    v.register_hook(lambda grad: seen.append(grad.shape))
+    (m.b if at == "a weight" else u).register_hook(raising())
+    y = torch.addmm(u, x, v)
+    _, groups = zb.stage_backward_input([y], [torch.ones_like(y)], [x], m.parameters())
+    with pytest.raises((Planned, RuntimeError)):
+        zb.stage_backward_weight(m.parameters(), groups, retain_graph=first)
+    zb.stage_backward_weight(m.parameters(), groups, retain_graph=then)
+    assert seen == [(4, 4)]
+    torch.testing.assert_close([w.grad for w in m.parameters()], list(expected))
+
+
+@needs_zbpipe
 def test_weight_pass_that_failed_goes_on_group_by_group():
     case = heavy_and_light()
     case.m.k.register_hook(raising())

@@ -1,11 +1,14 @@
 """The policy: what is left to W, what is kept for it, how it adds."""
 
 import copy
+import signal
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from support.functions import Asks, FusedWithDummy, Planned, function_of, raising
+from support.leaks import no_collector
 from support.oracle import Stage, check, fresh, input_pass, needs_zbpipe, zb
 from support.processes import python
 from support.rounding import equal
@@ -447,6 +450,40 @@ def test_main_grad_of_a_hook_that_raises_is_added_once():
         zb.stage_backward_weight(m.parameters(), groups)
     for w, total in zip(m.parameters(), expected, strict=True):
         torch.testing.assert_close(w.main_grad, total)
+
+
+class Interrupting(torch.nn.Parameter):
+    """Ctrl-C comes while its flag is put back."""
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        if name == "grad_added_to_main_grad" and value == self.__dict__.get("interrupts_at"):
+            del self.__dict__["interrupts_at"]
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_while_flags_are_put_back_is_not_lost():
+    m = Stage(lambda m, x: FusedWithDummy.apply(x, m.a), a=(4, 4))
+    m.a = Interrupting(m.a.detach())
+    m.a.main_grad, m.a.grad_added_to_main_grad = torch.zeros_like(m.a), "before"
+    m.a.interrupts_at = "before"
+    with zb.policy(main_grad=True), pytest.raises(KeyboardInterrupt):
+        input_pass(m, fresh(3, 4))
+    assert m.a.grad_added_to_main_grad == "before"
+
+
+def test_a_backward_into_main_grad_that_failed_leaves_no_cycle():
+    m = Stage(lambda m, x: x @ m.a, a=(4, 4))
+    megatron(m, f64)
+    x = fresh(3, 4)
+    out = m(x).sin()
+    out.register_hook(raising())
+    seen = weakref.ref(out)
+    with no_collector():
+        with zb.policy(main_grad=True), pytest.raises(RuntimeError, match="Failed to run stage backward"):
+            zb.stage_backward(out, torch.ones(3, 4, dtype=f64), [x])
+        del out
+        assert seen() is None
 
 
 USES = {

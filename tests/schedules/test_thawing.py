@@ -1,5 +1,7 @@
 """Stages that are thawed after torch's stages have learnt, in the first step, which outputs take a gradient."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroB
 import zbpipe
 
 pytestmark = pytest.mark.usefixtures("alone")
+LEARNS = torch.__version__ >= (2, 12)  # torch 2.11's stages ask in every step
 
 
 def schedule_of(modules):
@@ -25,7 +28,7 @@ def test_a_stage_that_was_thawed_is_named_and_a_new_schedule_trains_it(thawed):
         schedule = schedule_of(modules)
         schedule.step(x, target=target)
         modules[thawed].requires_grad_(True)
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=words) if LEARNS else nullcontext():
             schedule.step(x, target=target)
         for module in modules:
             module.zero_grad()

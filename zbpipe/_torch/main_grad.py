@@ -68,5 +68,8 @@ def added(watched: list[Watched]) -> list[int]:
 
 
 def unwatch(watched: list[Watched]) -> None:
-    for _, weight, flag in reversed(watched):  # a weight can be there twice
+    """Puts the flags back, from the last one on, as a weight can be there twice. After an interrupt: those left."""
+    while watched:
+        _, weight, flag = watched[-1]
         setattr(weight, FLAG, flag)
+        del watched[-1]

@@ -183,8 +183,14 @@ def held(groups: ParamGroup | Iterable[Any], module: torch.nn.Module | None = No
     return Held(tuple(storages), tuple(rows), len(listed), spent, "; ".join(incomplete), of_module)
 
 
+# In the order of csrc/core/pass/zbp_layout.h and zbp_kind.h.
+_KINDS = ("product", "deferred", "whole", "root", "handed over")  # the last one is a whole node's, -1
+_WHYS = ["separable", "root", "post hook", "policy", "excluded", "function", "unknown", "packed", "matrices", "light"]
+
+
 def tasks_of(group: ParamGroup) -> list[tuple[Any, ...]]:
-    """Each task as csrc/shim/group/zbp_describe.h says, with a list of weights in the place of each end or ends."""
+    """Each task as csrc/shim/group/zbp_describe.h says, with words in the place of numbers, and with a list of weights
+    in the place of each end or ends."""
     weights, hops, tasks = group._describe()
     hops_from: dict[int, list[tuple[int, int]]] = {}
     for outside, weight, further in hops:
@@ -197,8 +203,15 @@ def tasks_of(group: ParamGroup) -> list[tuple[Any, ...]]:
         return [weights[weight] for weight in sorted({weight for weight, _ in met if weight >= 0})]
 
     return [
-        (*task, [(*face, behind(end)) for *face, end in faces], [(*one, behind(*ends)) for *one, ends in tensors])
-        for *task, faces, tensors in tasks
+        (
+            name,
+            kind if isinstance(kind, str) else _KINDS[kind],
+            "" if why is None else _WHYS[why],
+            is_packed,
+            [(*face, behind(end)) for *face, end in faces],
+            [(*one, behind(*ends)) for *one, ends in tensors],
+        )
+        for name, kind, why, is_packed, faces, tensors in tasks
     ]
 
 

@@ -157,25 +157,10 @@ bool zbp_book_is_complete(const zbp_book *book)
     return count_missing(book) == 0;
 }
 
-void zbp_book_added_alone(zbp_book *book, uint32_t weight)
-{
-    book->weight[weight].is_added = true;
-}
-
 void zbp_book_begin_run(zbp_book *book, bool retain)
 {
     book->missing = count_missing(book);
     book->goes_with_last = !retain;
-}
-
-void zbp_book_arrived(zbp_book *book, uint32_t weight)
-{
-    book->weight[weight].has_arrived = true;
-}
-
-void zbp_book_hooked(zbp_book *book, uint32_t weight)
-{
-    book->weight[weight].is_hooked = true;
 }
 
 bool zbp_book_added(zbp_book *book, uint32_t weight)

@@ -17,7 +17,7 @@
  * do it, and a path is not followed past a node where gradients meet.
  *
  * Threads: one pass at a time has a book; within it the sinks of different weights may report from
- * different threads (zbp_book_arrived, _hooked, _added).
+ * different threads, each of its own.
  */
 #pragma once
 
@@ -60,8 +60,9 @@ typedef enum zbp_fate {
 } zbp_fate;
 
 typedef struct zbp_book_weight {
-    uint32_t alone;   /* the face that serves it without the engine, or ZBP_NO_FACE */
-    uint8_t seen;     /* ZBP_WEIGHT_*; set before W runs */
+    uint32_t alone; /* the face that serves it without the engine, or ZBP_NO_FACE */
+    uint8_t seen;   /* ZBP_WEIGHT_*; set before W runs */
+    /* Set by W: */
     bool has_arrived; /* the sum of its gradients waits here: a hook raised, or adding failed */
     bool is_hooked;   /* and the hooks that see it before it is added are through */
     bool is_added;
@@ -99,24 +100,18 @@ void zbp_book_give_up_paths(const zbp_book *book, zbp_layout *layout);
 
 /* Whether a sum for the weight is still to be computed. */
 bool zbp_book_wants(const zbp_book *book, uint32_t weight);
-/* leads[outside_count]: whether the outside node leads to a weight that is wanted. In a retry others
- * are not run again: they may have nothing left to run with, and their hooks have been called. */
+/* leads[outside_count]: whether the outside node leads to a weight that is wanted. In a retry the
+ * others do not run: they may have nothing left to run with, and their hooks have been called. */
 void zbp_book_find_leading(const zbp_book *book, const zbp_layout *layout, bool *leads);
 
 /* Whether every weight has been added, also of a spent group. */
 bool zbp_book_is_complete(const zbp_book *book);
 
-/* A weight that is alone has been added. */
-void zbp_book_added_alone(zbp_book *book, uint32_t weight);
-
 /* A run of the engine begins: from here on _added counts. */
 void zbp_book_begin_run(zbp_book *book, bool retain);
 
-/* From a weight's sink, in this order: its gradients' sum is there; its hooks are through; it is
- * added. The last returns true if it was the last one of the group and what the tasks hold can
- * go. */
-void zbp_book_arrived(zbp_book *book, uint32_t weight);
-void zbp_book_hooked(zbp_book *book, uint32_t weight);
+/* From a weight's sink, which has set has_arrived and is_hooked before: it is added. True if it was
+ * the last one of the group and what the tasks hold can go. */
 bool zbp_book_added(zbp_book *book, uint32_t weight);
 
 /* After W, failed or not: what becomes of the group. The book is made ready for that. A retry of a
@@ -132,8 +127,8 @@ bool zbp_book_claim(zbp_book *book);
 void zbp_book_give_back(zbp_book *book);
 bool zbp_book_is_claimed(const zbp_book *book);
 
-/* The highest sequence number of a task that leaves something packed and whose gradients may still be
- * wanted; 0 if there is none. */
+/* The highest sequence number of a task that leaves something packed and whose gradients may still
+ * be wanted; 0 if there is none. */
 uint64_t zbp_book_unpacks_up_to(const zbp_book *book, const zbp_layout *layout);
 
 ZBP_END_C

@@ -1,11 +1,11 @@
 #include "core/pass/zbp_kind.h"
 
-static bool stays_in_i(const zbp_fact *fact, zbp_decision policy)
+static bool stays_in_i(const zbp_fact *fact, zbp_policy policy)
 {
     return policy.checkpoint == ZBP_CHECKPOINT_INPUT_PASS && (fact->flag & ZBP_FACT_PACKED) != 0;
 }
 
-static uint8_t why_of(const zbp_fact *fact, zbp_sides sides, zbp_decision policy, bool is_excluded)
+static uint8_t why_of(const zbp_fact *fact, zbp_sides sides, zbp_policy policy, bool is_excluded)
 {
     if ((fact->flag & ZBP_FACT_POST_HOOK) != 0)
         return ZBP_WHY_POST_HOOK;
@@ -24,7 +24,7 @@ static uint8_t why_of(const zbp_fact *fact, zbp_sides sides, zbp_decision policy
     return ZBP_WHY_SEPARABLE;
 }
 
-uint8_t zbp_kind_of(const zbp_fact *fact, zbp_sides sides, zbp_decision policy, bool is_excluded,
+uint8_t zbp_kind_of(const zbp_fact *fact, zbp_sides sides, zbp_policy policy, bool is_excluded,
                     uint8_t *why_out)
 {
     *why_out = why_of(fact, sides, policy, is_excluded);
@@ -35,32 +35,10 @@ uint8_t zbp_kind_of(const zbp_fact *fact, zbp_sides sides, zbp_decision policy, 
                                                                        : ZBP_TASK_DEFERRED;
 }
 
-uint8_t zbp_takes_work(const zbp_fact *fact, zbp_decision policy, bool is_excluded)
+uint8_t zbp_takes_work(const zbp_fact *fact, zbp_policy policy, bool is_excluded)
 {
     const bool may = fact->type == ZBP_TYPE_FUNCTION && (fact->flag & ZBP_FACT_POST_HOOK) == 0 &&
                      !is_excluded && !stays_in_i(fact, policy);
 
     return may ? policy.defer : ZBP_DEFER_NOTHING;
-}
-
-const char *zbp_kind_name(uint8_t kind)
-{
-    static const char *const name[] = {[ZBP_TASK_PRODUCT] = "product",
-                                       [ZBP_TASK_DEFERRED] = "deferred",
-                                       [ZBP_TASK_WHOLE] = "whole",
-                                       [ZBP_TASK_ROOT] = "root"};
-
-    return name[kind];
-}
-
-const char *zbp_why_name(uint8_t why)
-{
-    static const char *const name[] = {
-        [ZBP_WHY_SEPARABLE] = "separable", [ZBP_WHY_ROOT] = "root",
-        [ZBP_WHY_POST_HOOK] = "post hook", [ZBP_WHY_POLICY] = "policy",
-        [ZBP_WHY_FUNCTION] = "function",   [ZBP_WHY_UNKNOWN] = "unknown",
-        [ZBP_WHY_PACKED] = "packed",       [ZBP_WHY_LIGHT] = "light",
-        [ZBP_WHY_EXCLUDED] = "excluded",   [ZBP_WHY_MATRICES] = "matrices"};
-
-    return name[why];
 }

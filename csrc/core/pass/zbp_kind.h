@@ -31,11 +31,12 @@ enum {
     ZBP_CHECKPOINT_INPUT_PASS /* the gradients of the region's weights are computed in I */
 };
 
-/* What I asks of it. */
-typedef struct zbp_decision {
+typedef struct zbp_policy {
     uint8_t defer;      /* ZBP_DEFER_* */
     uint8_t checkpoint; /* ZBP_CHECKPOINT_* */
-} zbp_decision;
+    /* 0 or 1: W adds to a weight's main_grad, and I asks whether a kernel has; as in zbp_how. */
+    uint8_t main_grad, fuse;
+} zbp_policy;
 
 /* ---- facts */
 
@@ -61,7 +62,10 @@ enum {
 enum {
     ZBP_FACT_POST_HOOK = 1, /* split: a hook is owed all of its gradients at once */
     ZBP_FACT_PACKED = 2,    /* split: something that it has saved lies behind hooks */
-    ZBP_FACT_WATCHED = 4    /* outside: a hook sees it run */
+    ZBP_FACT_WATCHED = 4,   /* outside: a hook sees it run */
+    /* split, two factors: the edge to the left or the right one takes two dimensions or more */
+    ZBP_FACT_LEFT_MATRIX = 8,
+    ZBP_FACT_RIGHT_MATRIX = 16
 };
 
 typedef struct zbp_fact {
@@ -73,16 +77,14 @@ typedef struct zbp_fact {
     uint8_t flag; /* ZBP_FACT_* */
 } zbp_fact;
 
-/* The arrays are the caller's. */
 typedef struct zbp_facts {
-    const zbp_fact *fact; /* [nodes], of split and outside nodes; others are zeroed */
-    const bool
-        *is_matrix; /* [edges], of a split node's edges to factors: has 2 dimensions or more */
-    zbp_decision policy;
+    const zbp_fact *fact; /* [nodes], of split and outside nodes; others are zeroed. The caller's */
+    zbp_policy policy;
 } zbp_facts;
 
 /* ---- kinds */
 
+/* Their words stand in zbpipe/memory/_held.py, in this order. */
 enum {
     ZBP_WHY_SEPARABLE, /* its type is known to be */
     ZBP_WHY_ROOT,      /* likewise */
@@ -104,15 +106,11 @@ typedef struct zbp_sides {
 
 /* A ZBP_TASK_*; *why_out is a ZBP_WHY_*. is_excluded: of one of the node's weights the policy says
  * so. */
-uint8_t zbp_kind_of(const zbp_fact *fact, zbp_sides sides, zbp_decision policy, bool is_excluded,
+uint8_t zbp_kind_of(const zbp_fact *fact, zbp_sides sides, zbp_policy policy, bool is_excluded,
                     uint8_t *why_out);
 
 /* Of which weights the node's backward may hand over the work to W: a ZBP_DEFER_*, and nothing
  * unless it is a Function's. */
-uint8_t zbp_takes_work(const zbp_fact *fact, zbp_decision policy, bool is_excluded);
-
-/* A ZBP_TASK_* and a ZBP_WHY_* in a word or two, for people; static. */
-const char *zbp_kind_name(uint8_t kind);
-const char *zbp_why_name(uint8_t why);
+uint8_t zbp_takes_work(const zbp_fact *fact, zbp_policy policy, bool is_excluded);
 
 ZBP_END_C

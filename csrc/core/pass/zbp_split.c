@@ -178,8 +178,11 @@ static int add_split_task(work *w, uint32_t g, uint32_t node)
             continue;
         if (fact->type >= ZBP_TYPE_FACTORS &&
             (edge->slot == fact->left_slot || edge->slot == fact->left_slot + 1u)) {
-            *(edge->slot == fact->left_slot ? &sides.left : &sides.right) = true;
-            sides.has_matrix = sides.has_matrix || w->facts->is_matrix[w->plan->out[i]];
+            const bool is_left = edge->slot == fact->left_slot;
+
+            *(is_left ? &sides.left : &sides.right) = true;
+            sides.has_matrix |=
+                (fact->flag & (is_left ? ZBP_FACT_LEFT_MATRIX : ZBP_FACT_RIGHT_MATRIX)) != 0;
         }
         is_excluded = is_excluded || has(w, edge->dst, ZBP_NODE_EXCLUDED);
         status = add_face(w, layout, edge->slot, edge->dst);

@@ -2,7 +2,7 @@
  * of the input closure leads while I runs.
  *
  * A pure function of a graph, its plan, what is known of its nodes, and the roots. It changes no
- * edge and names no node but by its id: zbpipe.explain reads it, I has the shim make it true.
+ * edge and names no node but by its id: the shim makes it true.
  *
  * Allocation: one block, and each group's layout. Threads: a finished one is read by any number.
  */

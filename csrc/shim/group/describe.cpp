@@ -16,15 +16,21 @@ namespace impl = torch::autograd::impl;
 
 namespace {
 
-/// Has the group's book while it lives: making Python objects may run other Python code, and that a
-/// W.
+/// Has the group's book while it lives, since other Python code may run meanwhile, and that a W;
+/// null if a W has it.
+auto claim_if_free(zbp_group& group) {
+  zbp_book* const book = zbp_book_claim(&group.book) ? &group.book : nullptr;
+  return std::unique_ptr<zbp_book, decltype(&zbp_book_give_back)>(book, zbp_book_give_back);
+}
+
 auto claim(zbp_group& group) {
-  if (!zbp_book_claim(&group.book)) {
+  auto claimed = claim_if_free(group);
+  if (!claimed) {
     refuse(PyExc_RuntimeError,
            "what a parameter group holds cannot be listed while its weight pass runs; wait for "
            "stage_backward_weight to return");
   }
-  return std::unique_ptr<zbp_book, decltype(&zbp_book_give_back)>(&group.book, zbp_book_give_back);
+  return claimed;
 }
 
 THPObjectPtr new_list() {
@@ -81,10 +87,8 @@ PyObject* describe_task(const Task& task) {
     add_tensor(tensors, name, tensor, ends);
   });
   const zbp_task& plan = task.plan();
-  return Py_BuildValue("sssNOO", task.name().c_str(),
-                       works_of(task).empty() ? zbp_kind_name(plan.kind) : "handed over",
-                       zbp_why_name(plan.why), PyBool_FromLong(plan.leaves_packed), faces.get(),
-                       tensors.get());
+  return Py_BuildValue("siiNOO", task.name().c_str(), works_of(task).empty() ? plan.kind : -1,
+                       plan.why, PyBool_FromLong(plan.leaves_packed), faces.get(), tensors.get());
 }
 
 PyObject* describe_outside(Node& node, int number) {
@@ -100,14 +104,14 @@ PyObject* describe_outside(Node& node, int number) {
   for (const at::Tensor& tensor : saved) {
     add_tensor(tensors, "saved", tensor, ends);
   }
-  return Py_BuildValue("sssN[]O", node.name().c_str(), "outside", "", PyBool_FromLong(is_packed),
-                       tensors.get());
+  return Py_BuildValue("sszN[]O", node.name().c_str(), "outside", nullptr,
+                       PyBool_FromLong(is_packed), tensors.get());
 }
 
 PyObject* describe_waiting(const at::Tensor& grad, int number) {
   THPObjectPtr tensors = new_list(), ends = checked(Py_BuildValue("[(ii)]", number, -1));
   add_tensor(tensors, "waiting gradient", grad, ends);
-  return Py_BuildValue("zssO[]O", nullptr, "waiting", "", Py_False, tensors.get());
+  return Py_BuildValue("zszO[]O", nullptr, "waiting", nullptr, Py_False, tensors.get());
 }
 
 bool reads_weights(const Task& task) {
@@ -252,9 +256,10 @@ PyObject* zbp_group_describe(zbp_group* handle, zbp_error* error) {
 
 PyObject* zbp_group_reads_weights(zbp_group* handle, zbp_error* error) {
   return guarded_object(error, [&] {
+    const auto claimed = claim_if_free(*handle);
     const Group& group = group_of(handle);
     return PyBool_FromLong(
-        !zbp_book_is_claimed(&group.book) &&
+        claimed &&
         (std::any_of(group.tasks.begin(), group.tasks.end(), reads_weights) ||
          std::any_of(group.outside.begin(), group.outside.end(),
                      [](const Outside& outside) { return !has_saved_nothing(*outside.node); })));
@@ -267,6 +272,9 @@ PyObject* zbp_is_watched(PyObject* object, zbp_error* error) {
     TORCH_CHECK_TYPE(tensor, "tensor is a ", type_name(object), "; expected a tensor");
     const NodePtr accumulator =
         tensor->is_leaf() ? impl::try_get_grad_accumulator(*tensor) : NodePtr();
+    if (!impl::get_autograd_meta(*tensor)) {
+      return Py_NewRef(Py_False);
+    }
     return PyBool_FromLong(!impl::hooks(*tensor).empty() ||
                            impl::post_acc_grad_hooks(*tensor) != nullptr ||
                            (accumulator && has_hooks(*accumulator)));

@@ -99,6 +99,11 @@ zbp_fact fact_of_split(Node& node) {
     if (separable->has_factors) {
       fact.type = separable->is_plain_product ? ZBP_TYPE_PRODUCT : ZBP_TYPE_FACTORS;
       fact.left_slot = static_cast<uint8_t>(separable->parts[0].own_slot);
+      const auto is_matrix_at = [&node](size_t slot) {
+        return node.next_edge(slot).is_valid() && is_matrix(node.next_edge(slot));
+      };
+      fact.flag |= is_matrix_at(fact.left_slot) ? ZBP_FACT_LEFT_MATRIX : 0;
+      fact.flag |= is_matrix_at(fact.left_slot + size_t{1}) ? ZBP_FACT_RIGHT_MATRIX : 0;
     }
     for (const Part& part : separable->parts) {
       is_packed |= part.saved->has_hooks();

@@ -44,12 +44,6 @@ std::optional<size_t> Task::face_at(uint32_t slot) const {
   return f >= 0 ? std::optional(static_cast<size_t>(f)) : std::nullopt;
 }
 
-Deferred& Task::defer_product() {
-  plan().kind = ZBP_TASK_DEFERRED;
-  plan().why = ZBP_WHY_MATRICES;
-  return work.emplace<Deferred>();
-}
-
 Group::~Group() {
   release();
   zbp_book_fini(&book);
@@ -70,7 +64,9 @@ void Group::release() noexcept {
   const auto dead_outside = std::exchange(outside, {});
   const auto dead_reads = std::exchange(reads, nullptr);
   const auto dead_packed = std::exchange(packed_outside, {});
+  const auto dead_unpinned = std::exchange(unpinned_outside, {});
   saved_outside.clear();
+  arguments_outside.clear();
   outside_recomputed_for = 0;
   for (const Task& task : dead_tasks) {
     if (const auto* deferred = std::get_if<Deferred>(&task.work); deferred && deferred->is_alone) {

@@ -5,10 +5,10 @@
 //
 // Ownership contract: a Group owns everything that its W needs: the matrices and gradients
 // (detached, so that none of them keeps the graph), the nodes that W runs again, the edges towards
-// the weights and the accumulators behind them. Nothing that a Group owns refers back to it. During
-// a run, and only then, stand-ins, task nodes and sinks share ownership of the Group, so that a
-// worker thread of the engine that is still busy when another one failed does not write into freed
-// memory.
+// the weights and the accumulators behind them. What refers back to a Group is `owned`, until the
+// caller lets go, and perhaps what Functions have handed over. During a run, and only then,
+// stand-ins, task nodes and sinks share ownership of the Group, so that a worker thread of the
+// engine that is still busy when another one failed does not write into freed memory.
 //
 // Threads: a Group is used by one pass at a time; the bindings see to that.
 #pragma once
@@ -103,8 +103,6 @@ struct Task {
   std::string name() const { return node ? node->name() : name_of_gone; }
   /// The number of the face that is this edge of the node.
   std::optional<size_t> face_at(uint32_t slot) const;
-  /// A product whose matrices, seen in I, need more than one multiplication.
-  Deferred& defer_product();
 
   zbp_layout* layout;  // the group's, where the task's numbers are; borrowed
   uint32_t number;
@@ -216,7 +214,8 @@ struct Group : zbp_group, std::enable_shared_from_this<Group> {
   std::vector<UnpinnedOutside> unpinned_outside;  // what I has still to see to
   std::vector<PackedPtr> packed_outside;          // what such a node leaves packed until W
   std::vector<Version> saved_outside;             // by nodes outside the closure
-  std::shared_ptr<const Reads> reads;      // only if W may compute regions again
+  std::vector<Version> arguments_outside;         // of what W computes again for such nodes
+  std::shared_ptr<const Reads> reads;             // only if W may compute regions again
   // Sequence number of the last node outside for which W computes a region again.
   uint64_t outside_recomputed_for = 0;
   std::mutex mutex;  // of what several stand-ins of an I use: unpinned_outside, missing, waiting

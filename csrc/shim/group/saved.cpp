@@ -108,8 +108,7 @@ bool take_product(Task& task, Saver& saver, const Separable& separable, const va
   if (grads[0].defined() && !is_plain_matrix(grads[0])) {
     return false;
   }
-  if (auto packed =
-          may_leave_packed && saved.has_hooks() ? packed_in(saved) : nullptr) {
+  if (auto packed = may_leave_packed && saved.has_hooks() ? packed_in(saved) : nullptr) {
     product.other = std::move(packed);
     task.plan().leaves_packed = true;
     return true;
@@ -128,9 +127,8 @@ void take_deferred(Task& task, Saver& saver, const Separable& separable, const v
   const uint32_t faces = bits_of(task);
   for (const Part& part : separable.parts) {
     const bool is_read = (part.readers & faces) != 0;
-    const auto packed = may_leave_packed && part.saved->has_hooks()
-                            ? packed_in(*part.saved)
-                            : nullptr;
+    const auto packed =
+        may_leave_packed && part.saved->has_hooks() ? packed_in(*part.saved) : nullptr;
     if (packed) {
       task.plan().leaves_packed = task.plan().leaves_packed || is_read;
       saver.leave(*part.saved, packed);
@@ -254,7 +252,9 @@ void take_matrices(Task& task, const Separable& separable, const variable_list& 
     if (take_product(task, saver, separable, grads, may_leave_packed)) {
       return;
     }
-    task.defer_product();
+    task.plan().kind = ZBP_TASK_DEFERRED;
+    task.plan().why = ZBP_WHY_MATRICES;
+    task.work.emplace<Deferred>();
   }
   take_deferred(task, saver, separable, grads, may_leave_packed);
 }

@@ -1,4 +1,4 @@
-// What nodes between tasks and weights have saved: noted and pinned in I, checked in W.
+// What nodes between tasks and weights have saved: noted and pinned in I.
 
 #include <c10/core/StreamGuard.h>
 
@@ -56,9 +56,11 @@ bool leave_outside(Saver& saver, SavedVariable& saved, Group& group) {
   if (!packed) {
     return false;
   }
-  group.packed_outside.push_back(packed);
+  group.arguments_outside.insert(group.arguments_outside.end(), packed->arguments.begin(),
+                                 packed->arguments.end());
   if (!is_python_function(saver.node())) {
     saver.leave(saved, packed);
+    group.packed_outside.push_back(packed);
   }
   const AcquireGil gil;
   if (is_checkpoints(packed->unpack_hook)) {

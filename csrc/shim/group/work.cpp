@@ -74,7 +74,7 @@ void run(const Group& group, Work& work, const Task& task, bool retain) {
     const AddedByKernels added(weights);
     variable_list results = call(*work.call, work.faces.size());
     added.drop(results);
-    // Nothing throws before all are stored: the callable is not called a second time.
+    // From here on nothing throws: the callable is not called a second time.
     std::transform(results.begin(), results.end(), grads.begin(),
                    [](at::Tensor& grad) { return Kept::with_history(std::move(grad)); });
     work.grads = std::move(grads);

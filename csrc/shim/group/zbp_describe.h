@@ -29,11 +29,10 @@ PyObject *zbp_group_weights(zbp_group *group, zbp_error *error);
  * these; the layout's hops, a list of tuples (outside, to_weight, to_outside); and a list with a
  * tuple (name, kind, why, is_packed, faces, tensors) per task. A spent group has no task.
  *
- * name: its node's; None for "waiting". kind: "product", "deferred", "whole" or "root"; "handed
- * over" for a whole node whose Function has left work to W; "outside" for a node between the tasks
- * and the weights, which W runs and which has saved something; "waiting" for a weight to which a W
- * that raised could not add its gradient. why: it is of that kind, zbp_why_name(). is_packed: W
- * unpacks something for it.
+ * name: its node's; None for "waiting". kind: a ZBP_TASK_*; -1 for a whole node whose Function has
+ * left work to W; "outside" for a node between the tasks and the weights, which W runs and which
+ * has saved something; "waiting" for a weight to which a W that raised could not add its gradient.
+ * why: it is of that kind, a ZBP_WHY_*, or None. is_packed: W unpacks something for it.
  *
  * faces: a list of (slot, shape, obstacle, end). slot: the node's edge. shape: of the gradient
  * there, a tuple, -1 where a size is not known as a number; () for a nested one. obstacle: what

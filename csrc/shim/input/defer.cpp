@@ -70,6 +70,9 @@ Targets targets_of(PyObject* weights, const Running& running) {
     int overflow = 0;
     const long position =
         PyLong_AsLongAndOverflow(PyTuple_GET_ITEM(weights, static_cast<Py_ssize_t>(i)), &overflow);
+    if (position == -1 && PyErr_Occurred()) {
+      throw_error();
+    }
     if (overflow || position < 0 || static_cast<size_t>(position) >= is_tensor.size()) {
       refuse(PyExc_ValueError, "weights names argument ",
              overflow ? "a huge number" : std::to_string(position), " of the forward of ",

@@ -1,4 +1,4 @@
-// zbp_input.h: what I does to the graph.
+// The steps of I.
 
 #include "shim/engine/engine.h"
 #include "shim/group/facts.h"
@@ -30,7 +30,6 @@ struct Survey {
   const Walk walk;
   Owned<zbp_plan, zbp_plan_fini> plan;
   std::vector<zbp_fact> fact;  // see zbp_kind.h
-  std::unique_ptr<bool[]> is_matrix;
   Owned<zbp_split, zbp_split_fini> split;
 };
 
@@ -58,19 +57,11 @@ void note_facts(Survey& survey) {
   const zbp_plan& plan = survey.plan;
   const Walk& walk = survey.walk;
   survey.fact.resize(survey.graph.node_count);
-  survey.is_matrix = std::make_unique<bool[]>(survey.graph.edge_count);
   for (uint32_t i = 0; i < plan.split_begin[plan.group_count]; ++i) {
     survey.fact[plan.split[i]] = fact_of_split(walk.node(plan.split[i]));
   }
   for (uint32_t i = 0; i < plan.outside_begin[plan.group_count]; ++i) {
     survey.fact[plan.outside[i]] = fact_of_outside(walk.node(plan.outside[i]));
-  }
-  for (uint32_t i = 0; i < survey.graph.edge_count; ++i) {
-    const zbp_edge& edge = survey.graph.edge[i];
-    if (survey.fact[edge.src].type >= ZBP_TYPE_FACTORS &&
-        (plan.flag[edge.dst] & ZBP_NODE_WEIGHTWARD) != 0) {
-      survey.is_matrix[i] = is_matrix(walk.node(edge.src).next_edge(edge.slot));
-    }
   }
 }
 
@@ -114,9 +105,39 @@ void add_root_task(const Scene& scene, Group& group, size_t root) {
   task.face.push_back({edge, Kept(scene.args.root_grads[root])});
 }
 
+/// Where W computes regions again: what of the weights it may read, at their versions of now.
+/// Whatever a region gives to one of its nodes was computed of what earlier nodes have read.
+std::shared_ptr<const Reads> note_reads(const InputPassArgs& args, const Survey& survey) {
+  const zbp_graph& graph = survey.graph;
+  const Walk& walk = survey.walk;
+  std::vector<uint64_t> first(graph.node_count, UINT64_MAX);
+  for (uint32_t i = 0; i < graph.edge_count; ++i) {
+    uint64_t& number = first[graph.edge[i].dst];
+    number = std::min(number, walk.node(graph.edge[i].src).sequence_nr());
+  }
+  auto reads = std::make_shared<Reads>();
+  const auto note = [&reads](const at::Tensor& weight, uint64_t sequence_nr) {
+    if (has_version(weight)) {
+      reads->weights.push_back({sequence_nr, Version(weight)});
+    }
+  };
+  for (const at::Tensor& weight : args.frozen) {
+    note(weight, 0);  // in no graph
+  }
+  for (uint32_t id = 0; id < graph.node_count; ++id) {
+    if (auto* accumulator = as<AccumulateGrad>(walk.node(id)); accumulator && !walk.is_input(id)) {
+      note(accumulator->variable, first[id]);
+    }
+  }
+  std::sort(
+      reads->weights.begin(), reads->weights.end(),
+      [](const Reads::Read& a, const Reads::Read& b) { return a.sequence_nr < b.sequence_nr; });
+  return reads;
+}
+
 void make_groups(Scene& scene, Survey& survey) {
-  const bool recomputes = scene.args.policy.leaves.checkpoint == ZBP_CHECKPOINT_RECOMPUTE;
-  const auto reads = recomputes ? note_reads(scene.args, survey.walk, survey.graph) : nullptr;
+  const bool recomputes = scene.args.policy.checkpoint == ZBP_CHECKPOINT_RECOMPUTE;
+  const auto reads = recomputes ? note_reads(scene.args, survey) : nullptr;
   for (uint32_t g = 0; g < survey.plan.group_count; ++g) {
     Group& group = *scene.groups.emplace_back(make_group(survey, g));
     group.reads = reads;
@@ -320,7 +341,7 @@ void run_input_pass(Scene& scene) {
   check_status(zbp_plan_build(&survey.plan, &survey.graph));
   refuse_reentrant(survey);
   note_facts(survey);
-  const zbp_facts facts{survey.fact.data(), survey.is_matrix.get(), scene.args.policy.leaves};
+  const zbp_facts facts{survey.fact.data(), scene.args.policy};
   const std::vector<uint32_t>& roots = survey.walk.roots();
   check_status(zbp_split_build(&survey.split, &survey.graph, &survey.plan, &facts, roots.data(),
                                static_cast<uint32_t>(roots.size())));

@@ -32,10 +32,6 @@ struct InputPassArgs {
 
 using Captures = std::unordered_map<uint32_t, NodeRef<Capture>>;  // by the id of an input's node
 
-/// Notes what W will read beside what the tasks hold: weights in regions that it computes again.
-std::shared_ptr<const Reads> note_reads(const InputPassArgs& args, const Walk& walk,
-                                        const zbp_graph& graph);
-
 /// The gradient of each input, detached, in memory of its own: the caller may add to it in place
 /// while other inputs' gradients, the caller's output gradients or a task share the storage.
 variable_list input_grads(const InputPassArgs& args, const Walk& walk, const Captures& captures,

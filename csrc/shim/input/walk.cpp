@@ -28,7 +28,7 @@ Walk::Walk(const InputPassArgs& args, zbp_graph& graph) : graph_(graph) {
   }
   add_reachable();
   mark_weights(args);
-  if (!args.excluded.empty() || args.policy.leaves.defer == ZBP_DEFER_NOTHING) {
+  if (!args.excluded.empty() || args.policy.defer == ZBP_DEFER_NOTHING) {
     for (uint32_t id = 0; id < graph_.node_count; ++id) {
       graph_.mark[id] |= is_layout(node(id)) ? 0 : ZBP_ROLE_COMPUTES;
     }
@@ -144,7 +144,7 @@ void Walk::warn_of_other_leaves() const {
 }
 
 void Walk::mark_weight(const InputPassArgs& args, uint32_t id, const at::Tensor& weight) {
-  const bool is_excluded = args.policy.leaves.defer == ZBP_DEFER_NOTHING ||
+  const bool is_excluded = args.policy.defer == ZBP_DEFER_NOTHING ||
                            args.excluded.count(weight.unsafeGetTensorImpl()) != 0;
   graph_.mark[id] |= ZBP_ROLE_WEIGHT | (is_excluded ? ZBP_ROLE_EXCLUDED : 0);
 }

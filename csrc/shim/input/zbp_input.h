@@ -22,12 +22,6 @@
 
 ZBP_BEGIN_C
 
-/* What the policy says to I. */
-typedef struct zbp_policy {
-    zbp_decision leaves; /* what I leaves to W */
-    bool main_grad;      /* a fused kernel may have added to a weight's main_grad: I asks it */
-} zbp_policy;
-
 /* The arguments of I, all tuples, borrowed.
  *
  * outputs:  tensors, GradientEdges, None. The backward starts from those that take a gradient.
@@ -47,8 +41,9 @@ typedef PyObject *(*zbp_wrap)(void *arg, zbp_group *group);
  * or None per input, a list. The inputs' .grad is set or added to.
  *
  * *has_begun_out: false where the arguments were refused, and nothing was touched. After an error
- * in I the graph has its edges back, no gradient of an input was set, and what ran has
- * released its saved tensors, as after a failed ordinary backward. */
+ * in I the graph has its edges back, no gradient of an input was set, and what ran has released its
+ * saved tensors, as after a failed ordinary backward. But a hook that sees the accumulation of an
+ * input may raise: then the graph is consumed, and the inputs before have their gradients. */
 ZBP_MUST_USE PyObject *zbp_input_call(const zbp_input_args *args, zbp_wrap wrap, void *arg,
                                       bool *has_begun_out, zbp_error *error);
 

@@ -62,6 +62,7 @@ void check_status(int status, zbp_error& error);
 /// The same for the core's status.
 inline void check_status(int status) {
   TORCH_CHECK_WITH(OutOfMemoryError, status != ZBP_ENOMEM, "zbpipe: out of memory");
+  TORCH_CHECK(status == ZBP_OK, "zbpipe: a status of ", status, " without an error");
 }
 
 }  // namespace zbp

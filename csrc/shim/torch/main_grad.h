@@ -26,9 +26,7 @@ class AddedByKernels {
       const AcquireGil gil;
       PyObject *type, *value, *traceback;
       PyErr_Fetch(&type, &value, &traceback);
-      try {
-        call_python(OF_MAIN_GRADS, "unwatch", {watched_});
-      } catch (python_error&) {  // they could be set before
+      for (int tries = 3; tries > 0 && !unwatch(); --tries) {
       }
       Py_DECREF(watched_);
       PyErr_Restore(type, value, traceback);
@@ -49,6 +47,22 @@ class AddedByKernels {
   }
 
  private:
+  /// False if a Ctrl-C has come between: it is the main thread's again, and the rest is to do.
+  bool unwatch() noexcept {
+    try {
+      call_python(OF_MAIN_GRADS, "unwatch", {watched_});
+    } catch (python_error& error) {  // an attribute that could be set can be put back
+      error.restore();
+      const bool is_interrupted = PyErr_ExceptionMatches(PyExc_KeyboardInterrupt);
+      PyErr_Clear();
+      if (is_interrupted) {
+        PyErr_SetInterrupt();
+      }
+      return !is_interrupted;
+    }
+    return true;
+  }
+
   PyObject* watched_ = nullptr;
 };
 

@@ -172,11 +172,11 @@ class Sink : public InPlaceOf {
     AccumulateGrad& accumulator = *weight.accumulator;
     zbp_book& book = group_->book;
     weight.grad = grads[0];
-    zbp_book_arrived(&book, number_);
+    book.weight[number_].has_arrived = true;
     if (!book.weight[number_].is_hooked) {
       grads = call_pre_hooks(accumulator, call_tensor_hooks(accumulator, std::move(grads)));
       weight.grad = grads[0];
-      zbp_book_hooked(&book, number_);
+      book.weight[number_].is_hooked = true;
     }
     // As in the engine: an accumulator with post hooks expects them to hold one more reference.
     const variable_list inputs = accumulator.post_hooks().empty() ? variable_list() : grads;

@@ -149,28 +149,23 @@ void check_there(const Group& group, size_t g) {
   }
 }
 
-void check_recomputed(const Version& version, size_t g) {
-  if (version.was_modified()) {
-    refuse_modified(g, version.describe(), version.seen(), version.now(),
-                    "would read to compute a checkpointed region again", "",
-                    "With checkpoint=\"recompute\", run the weight pass of all groups of a "
-                    "microbatch before weights or inputs change, or choose checkpoint=\"keep\".");
+void check_recomputed(c10::ArrayRef<Version> versions, size_t g) {
+  for (const Version& version : versions) {
+    if (version.was_modified()) {
+      refuse_modified(g, version.describe(), version.seen(), version.now(),
+                      "would read to compute a checkpointed region again", "",
+                      "With checkpoint=\"recompute\", run the weight pass of all groups of a "
+                      "microbatch before weights or inputs change, or choose checkpoint=\"keep\".");
+    }
   }
 }
 
 void check_unmodified(const Group& group, size_t g) {
-  const auto check_arguments = [g](const Packed& packed) {
-    for (const Version& version : packed.arguments) {
-      check_recomputed(version, g);
-    }
-  };
   for (const Task& task : group.tasks) {
     check_held(group, task, g);
-    for_each_packed(task, check_arguments);
+    for_each_packed(task, [g](const Packed& packed) { check_recomputed(packed.arguments, g); });
   }
-  for (const PackedPtr& packed : group.packed_outside) {
-    check_arguments(*packed);
-  }
+  check_recomputed(group.arguments_outside, g);
   for (const Version& version : group.saved_outside) {
     if (version.was_modified()) {
       refuse_modified(
@@ -223,19 +218,13 @@ void find_main_grads(const Call& call) {
   }
 }
 
-template <class Check>
-void for_each_group(const Call& call, const Check& check) {
-  for (size_t g = 0; g < call.group.size(); ++g) {
-    check(*call.group[g], g);
-  }
-}
-
 void check(const Call& call, bool main_grad) {
-  for_each_group(call, check_leaves);
-  for_each_group(call, check_there);
-  for_each_group(call, check_unmodified);
-  for_each_group(call, check_reads);
-  for_each_group(call, check_capture);
+  for (const auto& check_group :
+       {check_leaves, check_there, check_unmodified, check_reads, check_capture}) {
+    for (size_t g = 0; g < call.group.size(); ++g) {
+      check_group(*call.group[g], g);
+    }
+  }
   if (main_grad) {
     find_main_grads(call);
   }
