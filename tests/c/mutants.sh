@@ -130,7 +130,7 @@ mutant_of_split "a weight is cast twice" $split 's/} else if (casts > 1) {/} els
 mutant_of_split "an output on weights alone is forgotten" $split \
     's/!has(w, root\[r\], ZBP_NODE_WEIGHT_ROOT)/true/'
 mutant_of_split "a weight that is a matrix is taken for a vector" $split \
-    's/sides.has_matrix || w->facts->is_matrix.*/false;/'
+    's/is_left ? ZBP_FACT_LEFT_MATRIX : ZBP_FACT_RIGHT_MATRIX/0/'
 mutant_of_split "what is left to I by name goes to W" $split 's/is_excluded = is_excluded || .*/;/'
 mutant_of_split "what leads to a weight that is left to I goes to W" core/graph/zbp_plan.c \
     's/flag_reached(w, ZBP_NODE_EXCLUDED, ZBP_NODE_CLOSURE);/w->stack_count = 0;/'
