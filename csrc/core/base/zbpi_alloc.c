@@ -9,13 +9,11 @@ void *zbpi_zeroed(size_t size)
     return block != NULL ? memset(block, 0, size) : NULL;
 }
 
-void *zbpi_room(void *p, uint32_t count, uint32_t *capacity, size_t item_size)
+void *zbpi_grow(void *p, uint32_t count, uint32_t *capacity, size_t item_size)
 {
     const uint32_t wanted = *capacity > 0 ? *capacity * 2 : 4;
     void *grown;
 
-    if (count < *capacity)
-        return p;
     if (count >= INT32_MAX || wanted > SIZE_MAX / item_size)
         return NULL;
     grown = zbpi_resize(p, wanted * item_size);

@@ -14,7 +14,13 @@ void zbpi_free(void *p);
 /* A new block of zeros; NULL if there is no memory. */
 void *zbpi_zeroed(size_t size);
 
+/* For zbpi_room, which asks for it where there is no room. */
+void *zbpi_grow(void *p, uint32_t count, uint32_t *capacity, size_t item_size);
+
 /* Makes room for one more than `count` in an array of *capacity items of item_size bytes. Returns
  * the array, perhaps elsewhere. Returns NULL if there is no memory, or no int32_t for the index;
  * then the array and *capacity are as before. */
-void *zbpi_room(void *p, uint32_t count, uint32_t *capacity, size_t item_size);
+static inline void *zbpi_room(void *p, uint32_t count, uint32_t *capacity, size_t item_size)
+{
+    return count < *capacity ? p : zbpi_grow(p, count, capacity, item_size);
+}
