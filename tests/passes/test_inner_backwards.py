@@ -95,6 +95,16 @@ def owning():
     return m, m.w
 
 
+def test_a_flag_that_the_regions_kernel_makes_itself_stays():
+    m, w = owning()
+    m.function = lambda m, x: own(lambda x: FusedWithDummy.apply(x, m.w), x)
+    del w.grad_added_to_main_grad
+    x = torch.randn(3, 4, requires_grad=True)
+    with zb.policy(main_grad=True):
+        split(m, x, m(x), None)
+    assert w.grad_added_to_main_grad is True and w.grad is None
+
+
 def test_gradients_that_a_hook_moves_to_main_grad_are_not_moved_again():
     """As Megatron's hook of its data parallel wrapper does, which looks at the flag."""
     m, w = owning()

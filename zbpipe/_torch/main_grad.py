@@ -11,8 +11,8 @@ Watched = tuple[int, Any, Any]  # a weight's number, the weight, its flag as it 
 
 
 def set_flag(weight: Any, flag: Any) -> None:
-    """Sets the flag of a weight that has one."""
-    if getattr(weight, FLAG, None) is not None:
+    """Sets the flag of a weight that has the attribute, whatever is in it."""
+    if hasattr(weight, FLAG):
         setattr(weight, FLAG, flag)
 
 
@@ -23,8 +23,8 @@ def places(weights: Sequence[Any]) -> list[torch.Tensor | None]:
         if main_grad is not None:
             _check(weight, main_grad)
     for weight, main_grad in zip(weights, found, strict=True):
-        if main_grad is not None:
-            set_flag(weight, True)  # hooks that would add .grad to main_grad see that there is nothing left to add
+        if main_grad is not None and getattr(weight, FLAG, None) is not None:
+            setattr(weight, FLAG, True)  # hooks that would add .grad to main_grad see that there is nothing left to add
     return found
 
 
