@@ -130,7 +130,7 @@ void zbp_book_find_leading(const zbp_book *book, const zbp_layout *layout, bool 
 
     for (uint32_t o = 0; o < layout->outside_count; o++)
         leads[o] = false;
-    while (is_changed) { /* most often once: hops come in the order of the walk */
+    while (is_changed) { /* seldom more than twice: hops come in the order of the walk */
         is_changed = false;
         for (uint32_t h = layout->hop_count; h-- > 0;) {
             const zbp_hop *hop = &layout->hop[h];

@@ -6,12 +6,8 @@
 #include <ATen/record_function.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/autograd/variable.h>
 
-#include "shim/torch/gil.h"
 #include "shim/torch/main_grad.h"
-#include "shim/torch/python.h"
 
 namespace zbp {
 

@@ -256,12 +256,11 @@ struct Mirror {
         continue;
       }
       Edge& edge = proxies[hop.outside]->next_edges()[hop.slot];
-      if (hop.to_weight < 0) {
-        edge = proxies[hop.to_outside]
-                   ? Edge(proxies[hop.to_outside],
-                          group.outside[hop.outside].node->next_edge(hop.slot).input_nr)
-                   : Edge();
-      } else if (zbp_book_wants(&group.book, static_cast<uint32_t>(hop.to_weight))) {
+      if (hop.to_weight < 0 && proxies[hop.to_outside]) {
+        edge = Edge(proxies[hop.to_outside],
+                    group.outside[hop.outside].node->next_edge(hop.slot).input_nr);
+      } else if (hop.to_weight >= 0 &&
+                 zbp_book_wants(&group.book, static_cast<uint32_t>(hop.to_weight))) {
         edge = Edge(sinks[hop.to_weight], 0);
         const Weight& weight = group.weights[hop.to_weight];
         if (weight.main_grad.defined() && !is_generated(*group.outside[hop.outside].node)) {
