@@ -125,7 +125,7 @@ def test_core_is_c_and_shim_alone_is_cpp():
         ("bindings", "#include <c10/core/Device.h>"),
         ("pass", "#include <Python.h>"),
         ("pass", "#include <c10/core/Device.h>"),
-        ("shim", '#include "pass/zbp_pass.h"'),
+        ("shim", '#include "pass/weight_pass.h"'),
         ("shim", '#include "instruments/shim/handle.h"'),
         ("instruments/core", "#include <Python.h>"),
     ],
@@ -170,6 +170,7 @@ def test_every_function_of_the_c_interface_is_behind_the_exception_barrier():
     }
     defined = {name for source in sources for name, _, _ in FUNCTION.findall(source)}
     assert declared, "no header declares a function"
+    declared.remove("zbp_pass_weights")  # C's, which the shim calls
     assert declared <= defined, "the pattern misses definitions"
     found = set().union(*(unguarded(source) for source in sources))
     assert found & declared == CANNOT_THROW

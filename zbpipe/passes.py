@@ -15,6 +15,7 @@ from zbpipe import _C
 from zbpipe._formatting import argument
 from zbpipe._policy import get_policy
 from zbpipe._stage import fsdp, handover, inner, scale
+from zbpipe._stage.input_pass import BackwardError, input_pass
 
 ParamGroup = _C.ParamGroup
 Grads = tuple[torch.Tensor | None, ...]
@@ -64,7 +65,7 @@ def stage_backward_input(
         ``torch.distributed.pipelining._backward.stage_backward_input`` (pytorch/pytorch PR 132691), the B of "Zero
         Bubble Pipeline Parallelism" (Qi et al., 2023).
     """
-    run = _C.input_pass if (seen := observer) is None else partial(seen, "I", _C.input_pass)
+    run = input_pass if (seen := observer) is None else partial(seen, "I", input_pass)
     policy = handover.in_graph_of(get_policy())
     outputs: Any = stage_outputs_or_loss
     grads: Any = output_grads
@@ -82,7 +83,7 @@ def stage_backward_input(
                 None if served is None else _weights_of_input_pass(served, is_own=served is weights),
                 policy,
             )
-    except _C.RunError as error:
+    except BackwardError as error:
         raise _failed("stage backward input", stage_outputs_or_loss, output_grads, input_values) from error.__cause__
     if stages is not None:
         dinputs = (*dinputs, *(None for _ in range(len(dinputs), len(input_values))))
@@ -165,12 +166,12 @@ def _listed(name: str, values: Any) -> tuple[Any, ...]:
 
 def _listed_groups(values: Iterable[Any]) -> tuple[ParamGroup, ...]:
     listed = _listed("param_groups", values)
-    for i, group in enumerate(listed):
-        if type(group) is not ParamGroup:
-            raise TypeError(
-                f"param_groups[{i}] is {argument(group)}; expected a ParamGroup, as zbpipe.stage_backward_input "
-                "returns them"
-            )
+    if not {ParamGroup}.issuperset(map(type, listed)):
+        i = next(i for i, group in enumerate(listed) if type(group) is not ParamGroup)
+        raise TypeError(
+            f"param_groups[{i}] is {argument(listed[i])}; expected a ParamGroup, as zbpipe.stage_backward_input "
+            "returns them"
+        )
     if len(set(listed)) < len(listed):
         raise ValueError(f"param_groups[{_first_repeated(listed)}] is listed twice")
     return listed
@@ -239,7 +240,7 @@ def stage_backward(
         raise
     except Exception as error:
         raise _failed("stage backward", stage_output, output_grads, inputs) from (
-            error.__cause__ if isinstance(error, _C.RunError) else error
+            error.__cause__ if isinstance(error, BackwardError) else error
         )
     return tuple(_take_grad(value) for value in inputs)
 
@@ -249,7 +250,7 @@ def _backward_into_main_grad(roots: Sequence[Any], root_grads: Sequence[torch.Te
     scale.check_main_grad()
     policy = get_policy()
     with inner.backwards(policy):
-        _, groups = _C.input_pass(tuple(roots), tuple(root_grads), (), None, policy)
+        _, groups = input_pass(tuple(roots), tuple(root_grads), (), None, policy)
         with fsdp.around_own(groups):
             _C.weight_pass(tuple(groups), False, policy)
 

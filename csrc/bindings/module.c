@@ -1,7 +1,7 @@
 /* module.c - the extension module zbpipe._C.
  *
- * Types and exceptions live in the module's state (parts.h); static is the count of running passes,
- * and the shim's tables, which live as long as the process.
+ * ParamGroup lives in the module's state (parts.h); static is the count of running passes, and the
+ * shim's tables, which live as long as the process.
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -18,16 +18,9 @@ static int module_exec(PyObject *module)
             "the main one; use zbpipe there, or in another process");
         return -1;
     }
-    zbp_module_state *state = zbp_state_of(module);
-    state->group_type = zbp_add_group(module);
-    state->run_error = PyErr_NewException("zbpipe._C.RunError", PyExc_RuntimeError, NULL);
-    if (state->group_type == NULL || state->run_error == NULL) {
-        return -1;
-    }
-    if (PyModule_AddObjectRef(module, "RunError", state->run_error) < 0) {
-        return -1;
-    }
-    if (PyModule_AddFunctions(module, zbp_passes_functions) < 0 ||
+    *zbp_group_type(module) = zbp_add_group(module);
+    if (*zbp_group_type(module) == NULL ||
+        PyModule_AddFunctions(module, zbp_passes_functions) < 0 ||
         PyModule_AddFunctions(module, zbp_release_functions) < 0 ||
         PyModule_AddFunctions(module, zbp_leaks_functions) < 0) {
         return -1;
@@ -37,17 +30,13 @@ static int module_exec(PyObject *module)
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg)
 {
-    zbp_module_state *state = zbp_state_of(module);
-    Py_VISIT(state->group_type);
-    Py_VISIT(state->run_error);
+    Py_VISIT(*zbp_group_type(module));
     return 0;
 }
 
 static int module_clear(PyObject *module)
 {
-    zbp_module_state *state = zbp_state_of(module);
-    Py_CLEAR(state->group_type);
-    Py_CLEAR(state->run_error);
+    Py_CLEAR(*zbp_group_type(module));
     return 0;
 }
 
@@ -71,7 +60,7 @@ static struct PyModuleDef module_def = {
     PyModuleDef_HEAD_INIT,
     .m_name = "zbpipe._C",
     .m_doc = "The compiled part of zbpipe.",
-    .m_size = sizeof(zbp_module_state),
+    .m_size = sizeof(PyTypeObject *),
     .m_slots = module_slots,
     .m_traverse = module_traverse,
     .m_clear = module_clear,

@@ -32,13 +32,8 @@ PyObject *zbp_group_wrap(void *group_type, zbp_group *group);
 /* The group in a ParamGroup. Precondition: object is one. Borrowed from it. */
 zbp_group *zbp_group_in(PyObject *object);
 
-/* Of zbpipe._C; both are owned by it. */
-typedef struct zbp_module_state {
-    PyTypeObject *group_type; /* ParamGroup */
-    PyObject *run_error;      /* what a backward that failed raises */
-} zbp_module_state;
-
-static inline zbp_module_state *zbp_state_of(PyObject *module)
+/* zbpipe._C's state: the type ParamGroup, which it owns. */
+static inline PyTypeObject **zbp_group_type(PyObject *module)
 {
-    return (zbp_module_state *)PyModule_GetState(module);
+    return (PyTypeObject **)PyModule_GetState(module);
 }

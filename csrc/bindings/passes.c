@@ -4,8 +4,8 @@
 #include <Python.h>
 
 #include "bindings/parts.h"
-#include "pass/zbp_pass.h"
 #include "shim/group/zbp_describe.h"
+#include "shim/weight/zbp_weight.h"
 
 /* A converter for PyArg_ParseTuple: NULL for None. */
 static int tuple_or_null(PyObject *object, void *out)
@@ -30,23 +30,18 @@ static int read_policy(PyObject *policy, zbp_policy *out, PyObject **excluded_ou
     return is_read ? 0 : -1;
 }
 
-/* Replaces the current error by run_error, with the current one as its cause. */
-static void raise_run_error(PyObject *run_error)
+/* The error that is set, as an object; it is set no more. */
+static PyObject *take_error(void)
 {
-    PyObject *type, *cause, *traceback, *error, *ignored_type, *ignored_traceback;
-    PyErr_Fetch(&type, &cause, &traceback);
-    PyErr_NormalizeException(&type, &cause, &traceback);
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    PyErr_NormalizeException(&type, &error, &traceback);
     if (traceback != NULL) {
-        PyException_SetTraceback(cause, traceback);
+        PyException_SetTraceback(error, traceback);
     }
-    PyErr_SetString(run_error, "the backward raised");
-    PyErr_Fetch(&ignored_type, &error, &ignored_traceback);
-    PyErr_NormalizeException(&ignored_type, &error, &ignored_traceback);
-    PyException_SetCause(error, Py_NewRef(cause));
-    PyErr_Restore(ignored_type, error, ignored_traceback);
-    Py_XDECREF(type);
-    Py_XDECREF(cause);
+    Py_DECREF(type);
     Py_XDECREF(traceback);
+    return error;
 }
 
 /* Calls of I and W that have begun and not ended, of all threads and of this one. They begin and
@@ -77,8 +72,8 @@ PyDoc_STRVAR(
     "The input pass: (dinputs, param_groups). See zbpipe.stage_backward_input; an output\n"
     "whose gradient is False is detached with the others, and no backward starts from it.\n"
     "All but policy, a zbpipe.Policy, are tuples; grads and weights may be None.\n"
-    "Raises RunError, with the original as its cause, if the backward itself failed;\n"
-    "other errors refuse the arguments, and nothing was touched.");
+    "Returns the exception if the backward itself raised one; what is raised refuses the\n"
+    "arguments, and nothing was touched.");
 
 static PyObject *input_pass(PyObject *module, PyObject *args)
 {
@@ -94,11 +89,11 @@ static PyObject *input_pass(PyObject *module, PyObject *args)
         return NULL;
     }
     pass_begins();
-    result = zbp_or_raise(zbp_input_call(&given, zbp_group_wrap, zbp_state_of(module)->group_type,
-                                         &has_begun, &error),
-                          &error);
+    result = zbp_or_raise(
+        zbp_input_call(&given, zbp_group_wrap, *zbp_group_type(module), &has_begun, &error),
+        &error);
     if (result == NULL && has_begun && PyErr_ExceptionMatches(PyExc_Exception)) {
-        raise_run_error(zbp_state_of(module)->run_error);
+        result = take_error();
     }
     pass_ends();
     return result;
@@ -126,7 +121,7 @@ static int claim(weight_call *call, PyObject *module, PyObject *tuple)
         zbp_book *book;
         bool is_ours;
 
-        if (!Py_IS_TYPE(item, zbp_state_of(module)->group_type)) {
+        if (!Py_IS_TYPE(item, *zbp_group_type(module))) {
             PyErr_SetString(PyExc_TypeError, "param_groups: expected ParamGroups");
             return -1;
         }
@@ -166,8 +161,7 @@ static PyObject *weight_pass(PyObject *module, PyObject *args)
     how = (zbp_how){.retain = retain != 0, .fuse = said.fuse != 0};
     pass_begins();
     if (claim(&call, module, tuple) == 0 &&
-        zbp_weight_call(call.group, call.count, how, said.main_grad != 0, zbp_pass_weights,
-                        &error) == ZBP_OK) {
+        zbp_weight_call(call.group, call.count, how, said.main_grad != 0, &error) == ZBP_OK) {
         result = Py_NewRef(Py_None);
     }
     for (size_t i = 0; i < call.claimed; ++i) {

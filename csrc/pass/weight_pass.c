@@ -2,7 +2,7 @@
  * a weight]. */
 
 #include "core/base/zbp_map.h"
-#include "pass/zbp_pass.h"
+#include "shim/weight/zbp_weight.h"
 
 static bool is_engines(const zbp_group *group, uint32_t w)
 {

@@ -6,7 +6,7 @@
  */
 #pragma once
 
-#include "pass/zbp_pass.h"
+#include "shim/weight/zbp_weight.h"
 
 enum { MOST_WEIGHTS = 4, MOST_OUTSIDE = 3, MOST_TASKS = 4, MOST_FACES = 8, MOST_HELD = 4 };
 

@@ -111,7 +111,7 @@ static bool owes_each_weight(const fake_group *h)
 static void fini(fake_group *h)
 {
     zbp_layout_fini(&h->as.layout);
-    zbp_book_fini(&h->as.book);
+    zbp_book_close(&h->as.book);
 }
 
 /* Most groups are another microbatch of the group before, or have one weight in common with it. */

@@ -52,7 +52,7 @@ static void drop(void)
 {
     for (size_t g = 0; g < held_count; g++) {
         zbp_layout_fini(&held[g].as.layout);
-        zbp_book_fini(&held[g].as.book);
+        zbp_book_close(&held[g].as.book);
     }
 }
 

@@ -11,17 +11,18 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from zbpipe import _C
 from zbpipe._explain.copied import apart, copy_of
 from zbpipe._explain.result import Explanation
 from zbpipe._explain.uses import Uses, plan_of
 from zbpipe._formatting import argument
 from zbpipe._policy import Policy, get_policy
+from zbpipe._stage.input_pass import input_pass
 from zbpipe._torch.ddp import is_ddp
 from zbpipe._torch.dispatch import pytree
 from zbpipe._torch.modules import is_under_fully_shard
 from zbpipe.memory import Held, held
 from zbpipe.memory._held import tasks_of
+from zbpipe.passes import ParamGroup
 
 
 def explain(
@@ -168,7 +169,7 @@ def _try(
     ends = [get_gradient_edge(output) for output, _ in given_grads]
     grads = [grad for _, grad in given_grads]
     del result, outputs, given_grads
-    groups = _C.input_pass(tuple(ends), tuple(grads), tuple(inputs), (*weights, *module.parameters()), policy)[1]
+    groups = input_pass(tuple(ends), tuple(grads), tuple(inputs), (*weights, *module.parameters()), policy)[1]
     _check_reached(module, groups)
     for task in itertools.chain.from_iterable(map(tasks_of, groups)):
         if task[1] != "outside":
@@ -185,7 +186,7 @@ def _try(
     return holding
 
 
-def _check_reached(module: torch.nn.Module, groups: Sequence[_C.ParamGroup]) -> None:
+def _check_reached(module: torch.nn.Module, groups: Sequence[ParamGroup]) -> None:
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     for weight in (weight for group in groups for weight in group.weights):
         if id(weight) in names:

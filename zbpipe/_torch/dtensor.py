@@ -20,11 +20,9 @@ def local_part(tensor: DTensor) -> Tensor:
     return local.trigger_wait() if hasattr(local, "trigger_wait") else local
 
 
-def local_product(
-    total: Tensor, left: Tensor, right: Tensor, is_transposed: tuple[bool, bool, bool]
-) -> tuple[Tensor, Tensor, Tensor] | None:
+def local_product(total: Tensor, left: Tensor, right: Tensor, is_transposed: tuple[bool, bool, bool]) -> list[Tensor]:
     """This rank's parts of three matrices, if each rank can add the product of its parts of ``left`` and ``right`` to
-    its part of ``total``. Then the product needs no communication, and lies on the mesh as ``total`` does. Else None.
+    its part of ``total``. Then the product needs no communication, and lies on the mesh as ``total`` does. Else none.
 
     Args:
         is_transposed: which of ``total``, ``left`` and ``right`` the product takes transposed. The parts are returned
@@ -32,15 +30,15 @@ def local_product(
     """
     matrices = [m for m in (total, left, right) if isinstance(m, DTensor) and m.dim() == 2]
     if len(matrices) < 3:
-        return None
+        return []
     meshes = [matrix.device_mesh for matrix in matrices]
     if not all(mesh is meshes[0] or mesh == meshes[0] for mesh in meshes):
-        return None
+        return []
     along = [[_lie(p, flip) for p in matrix.placements] for matrix, flip in zip(matrices, is_transposed)]
     for wanted, of_left, of_right in zip(*along):
         if wanted is None or _lie_of_product(of_left, of_right) != wanted:
-            return None
-    return local_part(matrices[0]), local_part(matrices[1]), local_part(matrices[2])
+            return []
+    return list(map(local_part, matrices))
 
 
 def _lie(placement: object, is_transposed: bool) -> _Lie | None:

@@ -14,24 +14,12 @@ int zbp_book_init(zbp_book *book, const zbp_layout *layout)
     return ZBP_OK;
 }
 
-static void free_weights(zbp_book *book)
-{
-    zbpi_free(book->weight);
-    book->weight = NULL;
-    book->weight_count = 0;
-}
-
-void zbp_book_fini(zbp_book *book)
-{
-    free_weights(book);
-    memset(book, 0, sizeof *book);
-}
-
 /* The claim is left alone: other threads ask for it at any time. */
 void zbp_book_close(zbp_book *book)
 {
-    free_weights(book);
-    book->missing = 0;
+    zbpi_free(book->weight);
+    book->weight = NULL;
+    book->weight_count = book->missing = 0;
     book->state = ZBP_BOOK_SPENT;
     book->has_failed = book->goes_with_last = false;
 }

@@ -88,7 +88,6 @@ typedef struct zbp_group {
 
 /* Of a complete layout. ZBP_ENOMEM, the book zeroed. */
 ZBP_MUST_USE int zbp_book_init(zbp_book *book, const zbp_layout *layout);
-void zbp_book_fini(zbp_book *book);
 
 /* Finds the weights that are alone in this group; W may make one the engine's by weight[].alone =
  * ZBP_NO_FACE. */
@@ -118,7 +117,7 @@ bool zbp_book_added(zbp_book *book, uint32_t weight);
  * W that was not to retain the group cannot be retained: some of what it held may be gone. */
 zbp_fate zbp_book_settle(zbp_book *book, zbp_how how, bool failed);
 
-/* After ZBP_FATE_CLOSE, or to drop the group: the book is spent, and holds nothing. */
+/* After ZBP_FATE_CLOSE, or to drop the group: it is spent, and holds nothing. Any book is legal. */
 void zbp_book_close(zbp_book *book);
 
 /* Marks the book as in the hands of one call; false if another one has it. Any threads may call

@@ -14,7 +14,7 @@ PyDoc_STRVAR(
 
 static PyObject *references_of(PyObject *module, PyObject *thing)
 {
-    const bool is_group = Py_IS_TYPE(thing, zbp_state_of(module)->group_type);
+    const bool is_group = Py_IS_TYPE(thing, *zbp_group_type(module));
     zbp_error error = {0};
 
     return zbp_or_raise(zbp_references_of(thing, is_group ? zbp_group_in(thing) : NULL,

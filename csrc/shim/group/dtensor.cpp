@@ -24,12 +24,6 @@ THPObjectPtr asked(const Ask& ask) {
   }
 }
 
-/// The plain tensor in `object`, which may be null.
-std::optional<at::Tensor> plain_tensor_in(PyObject* object) {
-  const at::Tensor* tensor = object ? as_tensor(object) : nullptr;
-  return tensor && !is_subclass(*tensor) ? std::optional(*tensor) : std::nullopt;
-}
-
 }  // namespace
 
 bool is_dtensor(const at::Tensor& tensor) {
@@ -54,7 +48,8 @@ at::Tensor local_part(const at::Tensor& tensor) {
   const AcquireGil gil;
   THPObjectPtr local =
       asked([&] { return call_python(OF_DTENSORS, "local_part", {checked(wrap_tensor(tensor))}); });
-  return plain_tensor_in(local.get()).value_or(tensor);
+  const at::Tensor* plain = local ? as_tensor(local) : nullptr;
+  return plain && !is_subclass(*plain) ? *plain : tensor;
 }
 
 std::optional<Addition> local_product(const Operand& sum, const Operand& left,
@@ -71,14 +66,11 @@ std::optional<Addition> local_product(const Operand& sum, const Operand& left,
                         checked(Py_BuildValue("(iii)", sum.is_transposed, left.is_transposed,
                                               right.is_transposed))});
   });
-  if (!parts || parts.get() == Py_None) {
-    return std::nullopt;  // the DTensors' own rules apply
-  }
-  const auto s = plain_tensor_in(PyTuple_GetItem(parts, 0));
-  const auto l = plain_tensor_in(PyTuple_GetItem(parts, 1));
-  const auto r = plain_tensor_in(PyTuple_GetItem(parts, 2));
-  PyErr_Clear();
-  return s && l && r ? std::optional(Addition{*s, *l, *r}) : std::nullopt;
+  const variable_list plain = parts ? tensors_in(parts) : variable_list();
+  // Else the DTensors' own rules apply.
+  return !plain.empty() && std::none_of(plain.begin(), plain.end(), is_subclass)
+             ? std::optional(Addition{plain[0], plain[1], plain[2]})
+             : std::nullopt;
 }
 
 }  // namespace zbp

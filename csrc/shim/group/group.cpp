@@ -46,7 +46,7 @@ std::optional<size_t> Task::face_at(uint32_t slot) const {
 
 Group::~Group() {
   release();
-  zbp_book_fini(&book);
+  zbp_book_close(&book);
   zbp_layout_fini(&layout);
 }
 

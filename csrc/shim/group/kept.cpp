@@ -102,10 +102,6 @@ bool is_held(const Impl& impl, size_t references, Py_ssize_t names = 0) {
   return counted > references || (object && Py_REFCNT(object) > names + 1);
 }
 
-bool is_held(const c10::Storage& storage, size_t tensors) {
-  return is_held(*storage.unsafeGetStorageImpl(), tensors);
-}
-
 bool is_captured(const c10::Stream& stream) {
   return is_capturing(*c10::impl::getDeviceGuardImpl(stream.device_type()), stream, 0);
 }
@@ -140,8 +136,8 @@ bool Holders::has_others(const at::Tensor& tensor) const {
   if (is_distributed) {
     // Its Python object has the local part.
     const at::Tensor local = local_part(tensor);
-    return !is_subclass(local) &&
-           (is_held(*local.unsafeGetTensorImpl(), 1, 1) || is_held(local.storage(), 1));
+    return !is_subclass(local) && (is_held(*local.unsafeGetTensorImpl(), 1, 1) ||
+                                   is_held(*local.storage().unsafeGetStorageImpl(), 1));
   }
   if (!tensor.has_storage()) {
     return false;
@@ -155,7 +151,7 @@ bool Holders::has_others(const at::Tensor& tensor) const {
       }
     }
   }
-  return is_held(tensor.storage(), tensors);
+  return is_held(*tensor.storage().unsafeGetStorageImpl(), tensors);
 }
 
 void own(c10::ArrayRef<Kept*> grads, c10::ArrayRef<at::Tensor> known) {

@@ -67,15 +67,9 @@ Targets targets_of(PyObject* weights, const Running& running) {
   THPObjectPtr context = context_of(*running.node);
   const auto& is_tensor = reinterpret_cast<const THPFunction*>(context.get())->is_variable_input;
   for (size_t i = 0; i < targets.slots.size(); ++i) {
-    int overflow = 0;
-    const long position =
-        PyLong_AsLongAndOverflow(PyTuple_GET_ITEM(weights, static_cast<Py_ssize_t>(i)), &overflow);
-    if (position == -1 && PyErr_Occurred()) {
-      throw_error();
-    }
-    if (overflow || position < 0 || static_cast<size_t>(position) >= is_tensor.size()) {
-      refuse(PyExc_ValueError, "weights names argument ",
-             overflow ? "a huge number" : std::to_string(position), " of the forward of ",
+    const Py_ssize_t position = as_position(PyTuple_GET_ITEM(weights, static_cast<Py_ssize_t>(i)));
+    if (position < 0 || static_cast<size_t>(position) >= is_tensor.size()) {
+      refuse(PyExc_ValueError, "weights names argument ", position, " of the forward of ",
              running.node->name(), ", which has ", is_tensor.size(), ", the first of which is 0");
     }
     const auto slot = std::count(is_tensor.begin(), is_tensor.begin() + position, true);

@@ -59,8 +59,8 @@ PyObject* guarded_object(zbp_error* error, const Body& body) noexcept {
 /// Throws unless the status is ZBP_OK: what `error` keeps, which is cleared, or what stands for it.
 void check_status(int status, zbp_error& error);
 
-/// The same for the core's status.
-inline void check_status(int status) {
+/// The same for the core's status. Asked per node and edge.
+C10_ALWAYS_INLINE void check_status(int status) {
   TORCH_CHECK_WITH(OutOfMemoryError, status != ZBP_ENOMEM, "zbpipe: out of memory");
   TORCH_CHECK(status == ZBP_OK, "zbpipe: a status of ", status, " without an error");
 }

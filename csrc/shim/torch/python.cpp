@@ -86,6 +86,14 @@ THPObjectPtr call_python(const char* module, const char* function,
   return checked(PyObject_Vectorcall(found, arguments.begin(), arguments.size(), nullptr));
 }
 
+Py_ssize_t as_position(PyObject* number) {
+  const Py_ssize_t position = PyNumber_AsSsize_t(number, nullptr);
+  if (position == -1 && PyErr_Occurred()) {
+    throw_error();
+  }
+  return position;
+}
+
 const at::Tensor* as_tensor(PyObject* object) {
   return THPVariable_Check(object) ? &THPVariable_Unpack(object) : nullptr;
 }
@@ -186,19 +194,14 @@ std::optional<Edge> as_gradient_edge(PyObject* object) {
   }
   THPObjectPtr node = checked(PyObject_GetAttrString(object, "node"));
   THPObjectPtr output_nr = checked(PyObject_GetAttrString(object, "output_nr"));
-  int overflow = 0;
-  const long nr = PyLong_AsLongAndOverflow(output_nr, &overflow);
-  if (nr == -1 && PyErr_Occurred()) {
-    throw_error();
-  }
+  const Py_ssize_t nr = as_position(output_nr);
   Edge edge(as_node(node), 0);
   if (!edge.is_valid()) {
     refuse(PyExc_TypeError, "a GradientEdge's node is a ", Py_TYPE(node.get())->tp_name,
            "; expected a node of an autograd graph that still exists");
   }
-  if (overflow || nr < 0 || static_cast<unsigned long>(nr) >= edge.function->num_inputs()) {
-    refuse(PyExc_ValueError, "a GradientEdge names output ",
-           overflow ? "beyond any" : std::to_string(nr), " of ", edge.function->name(),
+  if (nr < 0 || nr >= static_cast<Py_ssize_t>(edge.function->num_inputs())) {
+    refuse(PyExc_ValueError, "a GradientEdge names output ", nr, " of ", edge.function->name(),
            ", which has ", edge.function->num_inputs());
   }
   edge.input_nr = static_cast<uint32_t>(nr);

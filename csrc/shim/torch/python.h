@@ -40,6 +40,9 @@ PyObject* wrap_sizes(c10::SymIntArrayRef sizes);
 THPObjectPtr call_python(const char* module, const char* function,
                          std::initializer_list<PyObject*> arguments);
 
+/// The int in `number`; the highest or the lowest Py_ssize_t for a huge one. Throws python_error.
+Py_ssize_t as_position(PyObject* number);
+
 /// The tensor in `object`, or nothing if it holds none. Borrowed from `object`.
 const at::Tensor* as_tensor(PyObject* object);
 

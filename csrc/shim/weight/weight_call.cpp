@@ -252,7 +252,7 @@ uint8_t seen_on(const Weight& weight) {
 }  // namespace
 
 int zbp_weight_call(zbp_group* const* groups, size_t count, zbp_how how, bool main_grad,
-                    zbp_weight_steps steps, zbp_error* error) {
+                    zbp_error* error) {
   const auto body = [&] {
     const Call call(groups, count);
     check(call, main_grad);
@@ -263,7 +263,7 @@ int zbp_weight_call(zbp_group* const* groups, size_t count, zbp_how how, bool ma
     const int status = [&] {
       const ReleaseGil no_gil;
       call.streams.follow_caller();
-      const int first = steps(groups, count, told, error);
+      const int first = zbp_pass_weights(groups, count, told, error);
       call.streams.join();  // also after an error: part of the gradients may have been added
       return first;
     }();

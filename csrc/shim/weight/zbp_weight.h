@@ -1,8 +1,8 @@
 /* zbp_weight.h - the weight pass (W): one call of it, and every touch of a weight, a gradient, the
  * engine.
  *
- * The bindings claim the groups' books and make a call. Within it zbp_pass_weights
- * (csrc/pass/weight_pass.c) decides what is added in which order. Conventions: zbp_input.h.
+ * The bindings claim the groups' books and make a call. Within it zbp_pass_weights decides what is
+ * added in which order, without torch or Python: it asks for the steps. Conventions: zbp_input.h.
  * ZBP_ENOMEM puts nothing into *error. After an error a function has done nothing, unless it says
  * otherwise. Indices are those of the group's layout, and in range.
  */
@@ -18,12 +18,8 @@
 
 ZBP_BEGIN_C
 
-/* What a call runs: zbp_pass_weights. */
-typedef int (*zbp_weight_steps)(zbp_group *const *group, size_t count, zbp_how how,
-                                zbp_error *error);
-
 /* Refuses what has changed since I so that W would add wrong gradients, and a call that is in
- * another capture of a graph of the device's than its I was; then runs the steps, without the GIL.
+ * another capture of a graph of the device's than its I was; then W runs, without the GIL.
  * The streams of tasks and weights follow the caller's before, and are joined to these after: see
  * Note [Streams] (kept.h).
  *
@@ -33,7 +29,17 @@ typedef int (*zbp_weight_steps)(zbp_group *const *group, size_t count, zbp_how h
  * been looked at nothing is changed.
  * A warning of libtorch's that is an error in Python is printed: it comes when all is added. */
 ZBP_MUST_USE int zbp_weight_call(zbp_group *const *group, size_t count, zbp_how how, bool main_grad,
-                                 zbp_weight_steps steps, zbp_error *error);
+                                 zbp_error *error);
+
+/* The only function here that is C's (csrc/pass). Runs W for groups that nobody else runs: each
+ * adds its gradients, once.
+ *
+ * ZBP_OK: every group is complete, and closed, or with how.retain ready to run again. Another
+ * status: *error says what was raised. What had been added by then is noted in the books, and the
+ * call can be repeated with the same groups, or with some of them unless they are retained: nothing
+ * is added twice. */
+ZBP_MUST_USE int zbp_pass_weights(zbp_group *const *group, size_t count, zbp_how how,
+                                  zbp_error *error);
 
 /* ---- the steps, without the GIL and on one thread */
 
