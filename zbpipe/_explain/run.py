@@ -17,11 +17,11 @@ from zbpipe._explain.uses import Uses, plan_of
 from zbpipe._formatting import argument
 from zbpipe._policy import Policy, get_policy
 from zbpipe._stage.input_pass import input_pass
+from zbpipe._tasks import tasks_of
 from zbpipe._torch.ddp import is_ddp
 from zbpipe._torch.dispatch import pytree
 from zbpipe._torch.modules import is_under_fully_shard
 from zbpipe.memory import Held, held
-from zbpipe.memory._held import tasks_of
 from zbpipe.passes import ParamGroup
 
 

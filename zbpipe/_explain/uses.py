@@ -11,6 +11,7 @@ import torch
 from zbpipe import _C
 from zbpipe._explain.result import ParameterPlan, Use
 from zbpipe._policy import Policy
+from zbpipe._tasks import place_of
 from zbpipe.memory import Held
 
 _FACTORS = {"AddmmBackward": (1, 2), "MmBackward": (0, 1), "BmmBackward": (0, 1), "BaddbmmBackward": (1, 2)}
@@ -31,7 +32,7 @@ class Uses:
         self.notes: dict[str, None] = {}
 
     def add(self, task: tuple[Any, ...]) -> None:
-        """One of a group's, as :func:`zbpipe.memory._held.tasks_of` has it."""
+        """One of a group's, as :func:`zbpipe._tasks.tasks_of` has it."""
         node, kind, why, is_packed, faces, tensors = task
         shapes: dict[str, list[tuple[int, ...]]] = {}
         done_in_i: set[int] = set()
@@ -42,7 +43,7 @@ class Uses:
         if is_packed:
             self.notes["the FLOPs of what W computes again of checkpointed regions are not counted"] = None
             self.unknown = True
-        runs_in, reason = self._place(node, kind, why)
+        runs_in, reason = place_of(node, kind, why, self.policy.defer)
         for slot, shape, outside, weights in faces:
             product, flops = _product(node, kind, slot, shape, shapes) if runs_in == "W" else ("", 0)
             self.flops += flops or 0
@@ -60,26 +61,6 @@ class Uses:
         """For one that has got its gradient within I."""
         why = "it is added within I, by a backward in the backward, as that of a reentrant checkpoint"
         self.of.setdefault(self.name_of[id(weight)], []).append(Use("", "I", why, "", 0))
-
-    def _place(self, node: str, kind: str, why: str) -> tuple[str, str]:
-        if kind == "handed over":
-            return "W", "handed over by zbpipe.defer"
-        if kind == "root":
-            return "W", "no stage input is behind it: W runs its whole backward"
-        if why == "matrices":
-            return "W", "the node is run again: its matrices are of a subclass, sparse, complex or conjugated"
-        if kind in ("product", "deferred"):
-            return "W", "" if kind == "product" else "the node is run again for its weights"
-        compiled = node.startswith("CompiledFunction")
-        return "I", {
-            "function": f"{'compiled' if compiled else 'custom Function without zbpipe.defer'}: runs whole in I",
-            "post hook": "a hook on its node is owed all of its gradients at once",
-            "policy": f"policy defer={self.policy.defer!r}",
-            "excluded": "policy exclude= names one of its parameters",
-            "unknown": "the node is not known to compute its weights' gradients apart",
-            "packed": "the policy leaves what is checkpointed or packed to I (checkpoint)",
-            "light": "a vector: policy defer='matrices'",
-        }[why]
 
 
 def plan_of(name: str, parameter: torch.nn.Parameter, found: Uses, holding: Held) -> ParameterPlan:

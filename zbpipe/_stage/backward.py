@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from zbpipe._stage import handover, losses
+from zbpipe._stage import handover, idle, losses
 from zbpipe._stage.before_2_15 import buffers, outputs
 
 
@@ -28,6 +28,7 @@ def backward_one_chunk(
         losses.beginning(self, bwd_chunk_id, loss, full_backward)
         if begins and not self.is_first
         else contextlib.nullcontext(),
+        idle.looking_at_first(self, bwd_chunk_id) if is_split else contextlib.nullcontext(),
     ):
         result = original(self, bwd_chunk_id, loss=loss, full_backward=full_backward, last_backward=last_backward)
     buffers.describe(self, self.grad_recv_info.get(bwd_chunk_id, ()))

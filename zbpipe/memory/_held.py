@@ -30,6 +30,7 @@ import torch
 from zbpipe import _C
 from zbpipe._C import ParamGroup
 from zbpipe._formatting import Unit, argument, in_words, table
+from zbpipe._tasks import tasks_of
 
 
 @dataclass(frozen=True)
@@ -181,38 +182,6 @@ def held(groups: ParamGroup | Iterable[Any], module: torch.nn.Module | None = No
     rows.sort(key=lambda row: -row.bytes)
     spent = sum(group.spent for group in listed)
     return Held(tuple(storages), tuple(rows), len(listed), spent, "; ".join(incomplete), of_module)
-
-
-# In the order of csrc/core/pass/zbp_layout.h and zbp_kind.h.
-_KINDS = ("product", "deferred", "whole", "root", "handed over")  # the last one is a whole node's, -1
-_WHYS = ["separable", "root", "post hook", "policy", "excluded", "function", "unknown", "packed", "matrices", "light"]
-
-
-def tasks_of(group: ParamGroup) -> list[tuple[Any, ...]]:
-    """Each task as csrc/shim/group/zbp_describe.h says, with words in the place of numbers, and with a list of weights
-    in the place of each end or ends."""
-    weights, hops, tasks = group._describe()
-    hops_from: dict[int, list[tuple[int, int]]] = {}
-    for outside, weight, further in hops:
-        hops_from.setdefault(outside, []).append((weight, further))
-
-    def behind(*ends: tuple[int, int]) -> list[torch.Tensor]:
-        ahead, met = set(ends), set(ends)
-        while ahead := {end for weight, outside in ahead if weight < 0 for end in hops_from[outside]} - met:
-            met |= ahead
-        return [weights[weight] for weight in sorted({weight for weight, _ in met if weight >= 0})]
-
-    return [
-        (
-            name,
-            kind if isinstance(kind, str) else _KINDS[kind],
-            "" if why is None else _WHYS[why],
-            is_packed,
-            [(*face, behind(end)) for *face, end in faces],
-            [(*one, behind(*ends)) for *one, ends in tensors],
-        )
-        for name, kind, why, is_packed, faces, tensors in tasks
-    ]
 
 
 def _merged(parts: list[HeldStorage]) -> HeldStorage:

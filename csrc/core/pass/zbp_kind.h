@@ -84,7 +84,7 @@ typedef struct zbp_facts {
 
 /* ---- kinds */
 
-/* Their words stand in zbpipe/memory/_held.py, in this order. */
+/* Their words stand in zbpipe/_tasks.py, in this order. */
 enum {
     ZBP_WHY_SEPARABLE, /* its type is known to be */
     ZBP_WHY_ROOT,      /* likewise */

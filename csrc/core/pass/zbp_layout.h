@@ -15,7 +15,7 @@
 
 ZBP_BEGIN_C
 
-/* What a weight task is. The words stand in zbpipe/memory/_held.py, in this order. */
+/* What a weight task is. The words stand in zbpipe/_tasks.py, in this order. */
 enum {
     ZBP_TASK_PRODUCT,  /* W multiplies two matrices */
     ZBP_TASK_DEFERRED, /* W runs the node again with the edges towards the weights alone */

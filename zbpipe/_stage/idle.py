@@ -1,0 +1,111 @@
+"""A word where the weight passes of a zero-bubble schedule have nothing to do."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from zbpipe._C import ParamGroup
+from zbpipe._formatting import in_words
+from zbpipe._policy import get_policy
+from zbpipe._tasks import place_of, tasks_of
+from zbpipe._torch.autograd import version_of
+
+ENOUGH = 0.2  # of the elements of the matrices that take a gradient: W's share from which nothing is said
+
+# Nodes that lay a matrix beside activations, such as a table's rows: its gradient costs nothing that W could take over.
+_LIGHT = ("Cat", "Stack", "Where", "IndexPut", "CopySlices", "Div")
+# Of what runs whole in I though no policy asks for that.
+_REMEDIES = {
+    "function": 'zbpipe.compile, or torch.compile with backend="zbpipe", around the blocks; or zbpipe.defer in the '
+    "Function's backward",
+    "post hook": "no hook on the node (Node.register_hook)",
+    "unknown": "another operation",
+}
+
+_checked: weakref.WeakSet[Any] = weakref.WeakSet()  # stages whose first I has been looked at
+_said: set[str] = set()
+
+
+@contextlib.contextmanager
+def looking_at_first(stage: Any, microbatch: int) -> Iterator[None]:
+    """Around a stage's I. After its first one warns, on the logger ``zbpipe``, if W is left next to nothing."""
+    if stage in _checked:
+        yield
+        return
+    before = {weight: _sums_of(weight) for weight in _matrices(stage.submod.parameters())}
+    yield
+    _checked.add(stage)
+    with contextlib.suppress(Exception):  # also of a logger's filters
+        inner = [weight for weight, sums in before.items() if _sums_of(weight) != sums]
+        said = word(stage.backward_state[microbatch][1], inner)
+        if said and (said := f"stage {stage.stage_index}: {said}") not in _said:
+            _said.add(said)
+            logging.getLogger("zbpipe").warning("%s", said)
+
+
+def word(groups: Iterable[ParamGroup], inner: Iterable[torch.Tensor]) -> str:
+    """What is to be said after an I; "" if W has enough to do, or if the policy leaves it nothing.
+
+    Args:
+        groups: those that I has returned, none of which has run.
+        inner: weights that have got a gradient within I, by a backward of a reentrant checkpoint's own.
+    """
+    policy = get_policy()
+    if policy.defer == "nothing" or policy.checkpoint == "input_pass":
+        return ""
+    remedies: dict[str, None] = {}
+    in_w, in_i = set[torch.Tensor](), dict[torch.Tensor, set[tuple[str, str]]]()
+    kept: dict[int, int] = {}  # bytes by storage
+    for node, kind, why, _, faces, tensors in (task for group in groups for task in tasks_of(group)):
+        in_i_too = set[torch.Tensor]()
+        for role, place, size, *_, weights in tensors:
+            if role == "kept gradient":
+                in_i_too.update(weights)
+                kept[place] = size
+        for weight in _matrices(weight for *_, weights in faces for weight in weights):
+            if kind == "handed over" and weight in in_i_too:
+                in_i.setdefault(weight, set()).add((node, "its gradient is returned beside what is handed over"))
+            elif kind != "whole":
+                in_w.add(weight)
+            elif why in _REMEDIES and not node.startswith(_LIGHT):
+                in_i.setdefault(weight, set()).add((node, place_of(node, kind, why, policy.defer)[1]))
+                remedies[_REMEDIES[why]] = None
+    inner = {weight for weight in inner if weight not in in_w and weight not in in_i}
+    in_i = {weight: uses for weight, uses in in_i.items() if weight not in in_w}
+    every = [*in_w, *in_i, *inner]
+    if _elements(in_w) >= ENOUGH * _elements(every):
+        return ""
+    parts = [
+        f"the weight pass computes the gradients of {len(in_w)} of {len(every)} matrices, "
+        f"{100 * _elements(in_w) / _elements(every):.0f} % of their elements, so it fills next to no bubble"
+    ]
+    uses = Counter(use for weight in in_i for use in in_i[weight])
+    parts += [f"{count} by {node}: {reason}" for (node, reason), count in uses.most_common(4)]
+    if inner:
+        remedies["checkpoint with use_reentrant=False"] = None
+        parts.append(f"{len(inner)} by a backward within the input pass, as a reentrant checkpoint's")
+    if kept:
+        parts.append(f"{in_words(sum(kept.values()))} of gradients wait for the weight pass, per microbatch")
+    return f"{'; '.join(parts)}. What helps: {'; '.join([*remedies, 'zbpipe.explain, which lists each parameter'])}"
+
+
+def _matrices(weights: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    return (weight for weight in weights if weight.dim() > 1)
+
+
+def _elements(weights: Iterable[torch.Tensor]) -> int:
+    return sum(math.prod(weight.shape) for weight in weights)
+
+
+def _sums_of(weight: Any) -> list[tuple[int, int]]:
+    """Which tensors take the weight's gradient, and how often these were written."""
+    sums = (weight.grad, getattr(weight, "main_grad", None))
+    return [(id(one), version_of(one)) for one in sums if isinstance(one, torch.Tensor)]
