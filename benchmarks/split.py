@@ -91,17 +91,29 @@ def _host_time(given: argparse.Namespace) -> None:
     for blocks in given.blocks:
         _say(f"the host time of {blocks} block{'s' * (blocks > 1)}")
         measured[blocks] = host_time.measure(blocks, given.repeat or 30, given.device)
-    header = ["blocks", "unsplit"]
-    for side in host_time.SPLIT:
-        header += [f"{side} I + W", ""]
-    rows = [_host_row(blocks, sides) for blocks, sides in measured.items()]
-    print(f"\nhost time of one backward, ms; I + W to an unsplit one\n{table(header, rows)}")
+    rows = [_host_row(str(blocks), sides) for blocks, sides in measured.items()]
+    print(f"\nhost time of one backward, ms; I + W to an unsplit one\n{table(_host_header('blocks'), rows)}")
     write(given.json, "host_time", measured, given.device)
+    others = {}
+    for weights in host_time.OPERATIONS:
+        for blocks in given.blocks:
+            _say(f"the host time of {blocks} layers of {weights}")
+            others[f"{blocks}, {weights}"] = host_time.measure(blocks, given.repeat or 30, given.device, weights)
+    rows = [_host_row(stack, sides) for stack, sides in others.items()]
+    print(f"\nthe same of other operations\n{table(_host_header('layers'), rows)}")
+    write(given.json, "operations", others, given.device)
 
 
-def _host_row(blocks: int, sides: dict[str, dict[str, Spread]]) -> list[str]:
-    row = [str(blocks), _milliseconds(sides["unsplit"]["first_ms"])]
+def _host_header(stack: str) -> list[str]:
+    return [stack, "unsplit", *(cell for side in host_time.SPLIT for cell in (f"{side} I + W", ""))]
+
+
+def _host_row(stack: str, sides: dict[str, dict[str, Spread]]) -> list[str]:
+    row = [stack, _milliseconds(sides["unsplit"]["first_ms"])]
     for side in host_time.SPLIT:
+        if side not in sides:
+            row += ["", ""]
+            continue
         of = sides[side]
         row += [f"{_milliseconds(of['first_ms'])} + {_milliseconds(of['second_ms'])}", f"{of['ratio'].median:.2f}x"]
     return row

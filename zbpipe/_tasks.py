@@ -47,7 +47,7 @@ def place_of(node: str, kind: str, why: str, defer: str) -> tuple[str, str]:
     if kind == "root":
         return "W", "no stage input is behind it: W runs its whole backward"
     if why == "matrices":
-        return "W", "the node is run again: its matrices are of a subclass, sparse, complex or conjugated"
+        return "W", "the node is run again: its factors are of a subclass, sparse, complex, conjugated or left packed"
     if kind in ("product", "deferred"):
         return "W", "" if kind == "product" else "the node is run again for its weights"
     compiled = node.startswith("CompiledFunction")

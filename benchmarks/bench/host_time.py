@@ -50,18 +50,49 @@ class Layer(nn.Module):
         return product.relu()
 
 
+class Experts(nn.Module):
+    """Two grouped products, whose rows are sorted by expert."""
+
+    ends: torch.Tensor
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(HEADS, WIDTH, 2 * WIDTH, dtype=dtype) / WIDTH)
+        self.down = nn.Parameter(torch.randn(HEADS, 2 * WIDTH, WIDTH, dtype=dtype) / WIDTH)
+        self.register_buffer("ends", torch.tensor([TOKENS, BATCH * TOKENS], dtype=torch.int32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch._grouped_mm(x, self.up, offs=self.ends)
+        return torch._grouped_mm(hidden.relu(), self.down, offs=self.ends)
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(HEADS, HEADS, 3, padding=1), nn.ReLU(), nn.Conv2d(HEADS, HEADS, 3, padding=1), nn.ReLU()
+    )
+
+
+# What W computes by operations of other kinds.
+OPERATIONS: dict[str, Callable[[], nn.Module]] = {
+    "experts, bfloat16": lambda: Experts(torch.bfloat16),
+    "experts, float32": lambda: Experts(torch.float32),
+    "convolutions": convolutions,
+}
+
+
 class Stage:
     """A stack of blocks, and the arguments of its backward. With a store its layers are the store's.
 
     weights: "plain", "tied" (each odd block has the matrices of the block before it), "hooked" (a hook on each
-    weight), "autocast" (to bfloat16), "einsum" or "view" (a block is one such product). The engine sums the gradients
-    of tied and hooked weights, so W costs more there.
+    weight), "autocast" (to bfloat16), "einsum" or "view" (a block is one such product), or one of OPERATIONS. The
+    engine sums the gradients of tied and hooked weights, so W costs more there.
     """
 
     def __init__(self, blocks: int, store: Store | None = None, weights: str = "plain", device: str = "cpu") -> None:
         torch.manual_seed(0)
         is_rows = weights in ("einsum", "view")
-        stack: list[Any] = [Layer(weights) if is_rows else Block(WIDTH, HEADS) for _ in range(blocks)]
+        make = OPERATIONS.get(weights, lambda: Layer(weights) if is_rows else Block(WIDTH, HEADS))
+        stack: list[Any] = [make() for _ in range(blocks)]
         if weights == "tied":
             for block, before in zip(stack[1::2], stack[::2], strict=True):
                 block.up.weight, block.down.weight = before.up.weight, before.down.weight
@@ -73,7 +104,13 @@ class Stage:
                 parameter.register_hook(lambda grad: None)  # type: ignore[no-untyped-call]
         if store is not None:
             store.prepare(self.module)
-        self.x = torch.randn(*([BATCH * TOKENS] if is_rows else [BATCH, TOKENS]), WIDTH, device=device)
+        shape: tuple[int, ...] = (BATCH, TOKENS, WIDTH)
+        if weights == "convolutions":
+            shape = (BATCH, HEADS, TOKENS, TOKENS)
+        elif is_rows or weights.startswith("experts"):
+            shape = (BATCH * TOKENS, WIDTH)
+        dtype = torch.bfloat16 if weights.endswith("bfloat16") else torch.float32
+        self.x = torch.randn(shape, device=device, dtype=dtype)
         self.grad = torch.ones_like(self.x)
         self.is_cast = weights == "autocast"
 
@@ -102,17 +139,19 @@ class Stage:
         return Times(middle - start, now(self.device) - middle)
 
 
-def measure(blocks: int, repeat: int, device: str = "cpu") -> dict[str, dict[str, Spread]]:
-    """Milliseconds of each half, and the ratio of their sum to the unsplit backward's time, of each side."""
-    stage, store = Stage(blocks, device=device), Store()
-    stored = Stage(blocks, store, device=device)
+def measure(blocks: int, repeat: int, device: str = "cpu", weights: str = "plain") -> dict[str, dict[str, Spread]]:
+    """Milliseconds of each half, and the ratio of their sum to the unsplit backward's time, of each side. A store
+    knows plain weights."""
+    stage, store = Stage(blocks, device=device, weights=weights), Store()
     torchs = importlib.import_module(BACKWARD)
     sides: dict[str, Callable[[], Times]] = {
         "unsplit": stage.unsplit,
         "zbpipe": lambda: stage.split(zbpipe),
         "torch": lambda: stage.split(torchs),
-        "store": lambda: stored.split(store),
     }
+    if weights == "plain":
+        stored = Stage(blocks, store, device=device)
+        sides["store"] = lambda: stored.split(store)
     # torch's W is quadratic: a few runs of a deep stack are enough.
     repeats = dict.fromkeys(sides, repeat) | {"torch": min(repeat, max(3, repeat // max(1, blocks // 8)))}
     for _ in range(2):

@@ -37,7 +37,7 @@ def shows(scenario, make, run_of, expected):
 
 
 # Where the engine joins the streams.
-THROUGH_THE_ENGINE = ["weight root", "branches", "tied", "convolved", "batched", "handed over", "handed over, computed"]
+THROUGH_THE_ENGINE = ["weight root", "branches", "tied", "batched", "handed over", "handed over, computed"]
 
 WAITS = [
     pytest.param("weight", wait, scenario, name, id=f"W's {kind}, {scenario.__name__}, {name}")

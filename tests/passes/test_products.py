@@ -168,7 +168,7 @@ def routed(m, x):
 
 
 @needs_grouped_mm
-def test_grouped_products_are_deferred():
+def test_what_is_held_of_grouped_products():
     m = Stage(routed, up=weight(4, 16, 64, dtype=torch.bfloat16), down=weight(4, 16, 64, dtype=torch.bfloat16))
     make_input = random_input(32, 16, dtype=torch.bfloat16)
     check(m, make_input, rtol=0, atol=0)

@@ -93,7 +93,7 @@ def _product(
         rows = math.prod(grad[:-1])
         return f"{[shape[0], rows]} @ {[rows, shape[1]]}", 2 * rows * size
     if name.startswith("ConvolutionBackward"):
-        given = next((s for s in shapes.get("saved", ()) if len(s) == len(grad)), grad)
+        given = next((s for s in shapes.get("matrix", shapes.get("saved", ())) if len(s) == len(grad)), grad)
         # Of a convolution the weight's first size is the output's channels, of a transposed one the input's.
         counts = {2 * size * math.prod(over) // over[1] for over in (grad, given) if over[1] == shape[0]}
         return "convolution", counts.pop() if len(counts) == 1 else None

@@ -46,7 +46,7 @@ enum {
     ZBP_TYPE_FUNCTION,  /* a Python autograd Function */
     ZBP_TYPE_SEPARABLE, /* computes its gradients apart, as often as one likes */
     ZBP_TYPE_FACTORS,   /* likewise, and multiplies two tensors: its weights may be matrices */
-    ZBP_TYPE_PRODUCT    /* likewise: d(left) = dY rightT and d(right) = leftT dY, nothing scaled */
+    ZBP_TYPE_PRODUCT    /* likewise, and W knows an operation for the gradient of one of the two */
 };
 
 /* What an outside node does to its one gradient. */
@@ -94,7 +94,7 @@ enum {
     ZBP_WHY_FUNCTION,  /* a Python autograd Function */
     ZBP_WHY_UNKNOWN,   /* nobody knows that it computes its gradients apart */
     ZBP_WHY_PACKED,    /* checkpointed or offloaded, which the policy leaves to I */
-    ZBP_WHY_MATRICES,  /* deferred: a product of a subclass, sparse, complex or conjugated */
+    ZBP_WHY_MATRICES,  /* deferred: factors of a subclass, sparse, complex, conjugated or packed */
     ZBP_WHY_LIGHT      /* its weights are vectors, which the policy leaves to I */
 };
 

@@ -17,7 +17,7 @@ ZBP_BEGIN_C
 
 /* What a weight task is. The words stand in zbpipe/_tasks.py, in this order. */
 enum {
-    ZBP_TASK_PRODUCT,  /* W multiplies two matrices */
+    ZBP_TASK_PRODUCT,  /* W multiplies the output gradient with the other factor */
     ZBP_TASK_DEFERRED, /* W runs the node again with the edges towards the weights alone */
     /* I ran the node with all its edges; W starts from the gradients that it gave */
     ZBP_TASK_WHOLE,

@@ -180,7 +180,7 @@ variable_list StandIn::run_split(Task& task, variable_list&& grads) {
   Node& node = *original_;
   const Separable separable = *separate(node);
   variable_list in = call_hooks_before(node, std::move(grads));
-  take_matrices(task, separable, in);
+  take_matrices(task, separable, in, *group_);
   const variable_list inputs = node.post_hooks().empty() ? variable_list() : in;
   if (task.kind() == ZBP_TASK_PRODUCT) {
     node.will_release_variables();

@@ -97,7 +97,7 @@ zbp_fact fact_of_split(Node& node) {
   } else if (const auto separable = separate(node)) {
     fact.type = ZBP_TYPE_SEPARABLE;
     if (separable->has_factors) {
-      fact.type = separable->is_plain_product ? ZBP_TYPE_PRODUCT : ZBP_TYPE_FACTORS;
+      fact.type = separable->is_product ? ZBP_TYPE_PRODUCT : ZBP_TYPE_FACTORS;
       fact.left_slot = static_cast<uint8_t>(separable->parts[0].own_slot);
       const auto is_matrix_at = [&node](size_t slot) {
         return node.next_edge(slot).is_valid() && is_matrix(node.next_edge(slot));

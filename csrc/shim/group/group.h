@@ -65,21 +65,28 @@ struct Work {
   }
 };
 
-/// W multiplies the node's output gradient with one matrix.
-struct Product {
-  Kept output_grad;
-  std::variant<Kept, PackedPtr> other;  // the matrix; or W unpacks it
-  uint32_t matrix_slot;                 // the edge of the weight matrix
-  bool weight_is_left;                  // the weight is the left factor
-};
-
-/// A factor that a deferred node insists on and W does not read: only its shape is kept.
+/// A factor that an operation insists on and W does not read: only its shape is kept.
 struct Blank {
-  torch::autograd::SavedVariable* saved;  // the node's, borrowed
+  torch::autograd::SavedVariable* saved;  // a deferred node's, borrowed
   at::Tensor weight;                      // it is a weight itself, which costs nothing to keep
   std::vector<int64_t> sizes;
   std::vector<int64_t> strides;
   at::TensorOptions options;
+};
+
+/// A tensor that the node has saved; or W unpacks it.
+using Saved = std::variant<Kept, PackedPtr>;
+
+/// W computes the weight's gradient by one operation on the node's output gradient and the other
+/// factor: matrices, grouped or not, or a convolution's input.
+struct Product {
+  Kept output_grad;
+  Saved other;
+  Saved offsets;                        // of a grouped product's rows
+  std::unique_ptr<const Blank> weight;  // a convolution's
+  uint32_t matrix_slot;                 // the edge of the weight matrix
+  bool weight_is_left;                  // the weight is the left factor
+  variable_list made;  // a convolution's gradients, by its edges, until their faces ask for them
 };
 
 /// W runs the node again.
@@ -138,9 +145,12 @@ void for_each_kept(const Task& task, const Visit& visit) {
   };
   const auto all_faces = [](size_t) { return true; };
   if (const auto* product = std::get_if<Product>(&task.work)) {
+    const auto at_matrix = [&](size_t f) { return task.plan(f).slot == product->matrix_slot; };
     if (const auto* matrix = std::get_if<Kept>(&product->other)) {
-      visit(*matrix, Role::matrix,
-            [&](size_t f) { return task.plan(f).slot == product->matrix_slot; });
+      visit(*matrix, Role::matrix, at_matrix);
+    }
+    if (const auto* offsets = std::get_if<Kept>(&product->offsets)) {
+      visit(*offsets, Role::saved, at_matrix);
     }
     visit(product->output_grad, Role::output_grad, all_faces);
   } else if (const auto* deferred = std::get_if<Deferred>(&task.work)) {
@@ -167,8 +177,10 @@ void for_each_packed(const Task& task, const Visit& visit) {
       visit(*packed);
     }
   } else if (const auto* product = std::get_if<Product>(&task.work)) {
-    if (const auto* packed = std::get_if<PackedPtr>(&product->other)) {
-      visit(**packed);
+    for (const Saved* saved : {&product->other, &product->offsets}) {
+      if (const auto* packed = std::get_if<PackedPtr>(saved)) {
+        visit(**packed);
+      }
     }
   }
 }

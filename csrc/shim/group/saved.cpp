@@ -4,6 +4,7 @@
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/ops/empty_strided.h>
 #include <torch/csrc/autograd/functions/tensor.h>
+#include <torch/csrc/autograd/generated/Functions.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
 #include "shim/group/dtensor.h"
@@ -52,9 +53,27 @@ const at::Tensor& no_values() {
   return tensor;
 }
 
-bool is_plain_matrix(const at::Tensor& tensor) {
-  return tensor.defined() && (tensor.dim() == 2 || tensor.dim() == 3) &&
-         (!is_subclass(tensor) || is_dtensor(tensor)) && !tensor.is_complex() && !tensor.is_neg();
+bool is_convolution(const Node& node) {
+  return typeid(node) == typeid(torch::autograd::generated::ConvolutionBackward0);
+}
+
+/// True for what the operation can take that stands for the node.
+bool is_plain_factor(const Node& node, const at::Tensor& tensor) {
+  const bool is_grouped = typeid(node) == typeid(torch::autograd::generated::GroupedMmBackward0);
+  return tensor.defined() && (is_convolution(node) || tensor.dim() == 2 || tensor.dim() == 3) &&
+         (!is_subclass(tensor) || (!is_convolution(node) && !is_grouped && is_dtensor(tensor))) &&
+         !tensor.is_complex() && !tensor.is_neg();
+}
+
+/// saved: null where nobody is to fill it.
+Blank blank_of(SavedVariable* saved, const at::Tensor& tensor, const Task& task, uint32_t slot,
+               const Group& group) {
+  const auto face = task.face_at(slot);
+  const int32_t weight = face ? task.plan(*face).weight : -1;
+  const bool is_weight =
+      weight >= 0 && storage_of(group.weights[weight].accumulator->variable) == storage_of(tensor);
+  return {saved, is_weight ? tensor : at::Tensor(), tensor.sizes().vec(), tensor.strides().vec(),
+          tensor.options()};
 }
 
 /// The place of Python's hooks for what stays packed: without the hook that packed, and without the
@@ -97,26 +116,46 @@ std::unique_lock<std::mutex> lock_of(Node& node, bool waits) {
                : std::unique_lock<std::mutex>(NodeParts::mutex_of(node), std::try_to_lock);
 }
 
-/// False where the task's matrices need more than one multiplication.
+/// Unpacked in I, unless W is to do that.
+Saved take_one(Task& task, Saver& saver, SavedVariable& saved, bool may_leave_packed) {
+  if (auto packed = may_leave_packed && saved.has_hooks() ? packed_in(saved) : nullptr) {
+    task.plan().leaves_packed = true;
+    return packed;
+  }
+  return Kept(saved.has_hooks() ? saver.pin(saved) : saved.unpack(ref_of(saver.node())));
+}
+
+/// False where the task's factors need more than one operation.
 bool take_product(Task& task, Saver& saver, const Separable& separable, const variable_list& grads,
-                  bool may_leave_packed) {
+                  bool may_leave_packed, const Group& group) {
   Product& product = std::get<Product>(task.work);
   product.weight_is_left = task.face_at(separable.parts[0].own_slot).has_value();
-  product.matrix_slot = separable.parts[product.weight_is_left ? 0 : 1].own_slot;
+  const Part& own = separable.parts[product.weight_is_left ? 0 : 1];
+  product.matrix_slot = own.own_slot;
   product.output_grad = Kept(grads[0]);
-  SavedVariable& saved = *separable.parts[product.weight_is_left ? 1 : 0].saved;
-  if (grads[0].defined() && !is_plain_matrix(grads[0])) {
+  if ((grads[0].defined() && !is_plain_factor(*task.node, grads[0])) ||
+      (is_convolution(*task.node) && product.weight_is_left)) {
     return false;
   }
-  if (auto packed = may_leave_packed && saved.has_hooks() ? packed_in(saved) : nullptr) {
-    product.other = std::move(packed);
-    task.plan().leaves_packed = true;
-    return true;
+  if (own.is_insisted_on) {
+    if (may_leave_packed && own.saved->has_hooks()) {
+      return false;
+    }
+    const at::Tensor weight = own.saved->has_hooks() ? saver.pin(*own.saved, false)
+                                                     : own.saved->unpack(ref_of(saver.node()));
+    if (!is_plain_factor(*task.node, weight)) {
+      return false;
+    }
+    product.weight =
+        std::make_unique<const Blank>(blank_of(nullptr, weight, task, own.own_slot, group));
   }
-  const at::Tensor other =
-      saved.has_hooks() ? saver.pin(saved) : saved.unpack(ref_of(saver.node()));
-  product.other = Kept(other);
-  return is_plain_matrix(other);
+  product.other = take_one(task, saver, *separable.parts[product.weight_is_left ? 1 : 0].saved,
+                           may_leave_packed);
+  if (separable.parts.size() > 2) {
+    product.offsets = take_one(task, saver, *separable.parts[2].saved, may_leave_packed);
+  }
+  const auto* other = std::get_if<Kept>(&product.other);
+  return !other || is_plain_factor(*task.node, other->tensor());
 }
 
 void take_deferred(Task& task, Saver& saver, const Separable& separable, const variable_list& grads,
@@ -150,10 +189,7 @@ class FilledBlanks {
   FilledBlanks(Node& node, const std::vector<Blank>& blanks) : node_(node), blanks_(blanks) {
     std::vector<SavedVariable> filled;  // all of them, before one is put
     for (const Blank& blank : blanks) {
-      filled.push_back(
-          save_plainly(blank.weight.defined() && !is_emptied(blank.weight)
-                           ? blank.weight
-                           : at::empty_strided(blank.sizes, blank.strides, blank.options)));
+      filled.push_back(save_plainly(zbp::filled(blank)));
     }
     Saver saver(node);
     for (size_t i = 0; i < blanks.size(); ++i) {
@@ -245,11 +281,18 @@ at::Tensor Saver::pin(SavedVariable& saved, bool is_read_by_w) {
   return plain;
 }
 
-void take_matrices(Task& task, const Separable& separable, const variable_list& grads) {
+at::Tensor filled(const Blank& blank) {
+  return blank.weight.defined() && !is_emptied(blank.weight)
+             ? blank.weight
+             : at::empty_strided(blank.sizes, blank.strides, blank.options);
+}
+
+void take_matrices(Task& task, const Separable& separable, const variable_list& grads,
+                   const Group& group) {
   Saver saver(*task.node);
   const bool may_leave_packed = std::exchange(task.plan().leaves_packed, false);
   if (task.kind() == ZBP_TASK_PRODUCT) {
-    if (take_product(task, saver, separable, grads, may_leave_packed)) {
+    if (take_product(task, saver, separable, grads, may_leave_packed, group)) {
       return;
     }
     task.plan().kind = ZBP_TASK_DEFERRED;
@@ -273,14 +316,8 @@ void let_go_of_unread(Task& task, const Separable& separable, const Group& group
       continue;
     }
     if (tensor.defined()) {
-      const auto face = task.face_at(part.own_slot);
-      const int32_t weight = face ? task.plan(*face).weight : -1;
-      const bool is_weight =
-          weight >= 0 &&
-          storage_of(group.weights[weight].accumulator->variable) == storage_of(tensor);
-      std::get<Deferred>(task.work).blanks.push_back({part.saved, is_weight ? tensor : at::Tensor(),
-                                                      tensor.sizes().vec(), tensor.strides().vec(),
-                                                      tensor.options()});
+      std::get<Deferred>(task.work).blanks.push_back(
+          blank_of(part.saved, tensor, task, part.own_slot, group));
     }
     // Of what is no blank the node finds nothing, which it does not mind.
     saver.put(*part.saved, tensor.defined() ? released_variable() : SavedVariable());

@@ -52,7 +52,8 @@ PackedPtr packed_in(const SavedVariable& saved);
 /// and put back plainly, so that neither the node nor W unpacks them a second time; a deferred
 /// node's always are. A product whose matrices turn out to need more than one multiplication
 /// (subclasses, sparse or complex ones) becomes deferred.
-void take_matrices(Task& task, const Separable& separable, const variable_list& grads);
+void take_matrices(Task& task, const Separable& separable, const variable_list& grads,
+                   const Group& group);
 
 /// Lets go of what the node, which has run, has saved and W does not read.
 /// `group` tells weights, which cost nothing to keep, from what was computed.
@@ -61,6 +62,9 @@ void let_go_of_unread(Task& task, const Separable& separable, const Group& group
 /// Lets go of what a node that has released its saved tensors still refers to for them: behind
 /// hooks, a leaf's accumulator, which keeps the leaf and its gradient.
 void forget_leaves(Node& node, const Separable& separable);
+
+/// A tensor of that shape, whose values nobody reads.
+at::Tensor filled(const Blank& blank);
 
 /// Runs a deferred task's node for the edges that I has left it.
 variable_list run_deferred(const Task& task);

@@ -14,12 +14,12 @@ using torch::autograd::SavedVariable;
 namespace {
 
 Separable two_factors(SavedVariable& left, SavedVariable& right, uint32_t left_slot,
-                      bool is_plain_product, bool is_insisted_on = false) {
+                      bool is_product, bool is_insisted_on = false) {
   const uint32_t right_slot = left_slot + 1;
   return {{{&left, bit(right_slot), left_slot, is_insisted_on},
            {&right, bit(left_slot), right_slot, is_insisted_on}},
           true,
-          is_plain_product};
+          is_product};
 }
 
 /// The weights of such a node are light: it is deferred only where the policy asks for it.
@@ -49,7 +49,7 @@ std::optional<Separable> separate(Node& node) {
     return two_factors(n->batch1_, n->batch2_, 1, is_one(n->alpha) && is_one(n->beta));
   }
   if (auto* n = as<gen::GroupedMmBackward0>(node)) {
-    Separable separable = two_factors(n->self_, n->mat2_, 0, false);
+    Separable separable = two_factors(n->self_, n->mat2_, 0, true);
     separable.parts.push_back({&n->offs_, bit(0) | bit(1)});
     return separable;
   }
@@ -57,7 +57,7 @@ std::optional<Separable> separate(Node& node) {
     return two_factors(n->input_, n->weight_, 0, false, true);
   }
   if (auto* n = as<gen::ConvolutionBackward0>(node)) {
-    return two_factors(n->input_, n->weight_, 0, false, true);
+    return two_factors(n->input_, n->weight_, 0, true, true);
   }
   if (auto* n = as<gen::NativeLayerNormBackward0>(node)) {
     constexpr uint32_t all = bit(0) | bit(1) | bit(2);

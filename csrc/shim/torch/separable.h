@@ -32,8 +32,9 @@ struct Separable {
   c10::SmallVector<Part, 5> parts;
   // It multiplies its first part with its second: its weights may be heavy.
   bool has_factors = false;
+  // W computes the gradient of one by an operation of its own, from dY and the other: for matrices
   // d(left) = dY rightᵀ and d(right) = leftᵀ dY, nothing scaled.
-  bool is_plain_product = false;
+  bool is_product = false;
 };
 
 /// Nothing for a node of any other type.

@@ -42,11 +42,21 @@ bool is_multiplied_transposed(Node& node, bool weight_is_left) {
     return weight_is_left ? is_column_major(n->self_sym_sizes, n->self_sym_strides)
                           : is_column_major(n->mat2_sym_sizes, n->mat2_sym_strides);
   }
+  if (auto* n = as<gen::GroupedMmBackward0>(node)) {
+    const auto& sizes = weight_is_left ? n->self_sym_sizes : n->mat2_sym_sizes;
+    const auto& strides = weight_is_left ? n->self_sym_strides : n->mat2_sym_strides;
+    return is_column_major({sizes.end() - 2, sizes.end()}, {strides.end() - 2, strides.end()});
+  }
   return false;  // products of batches are not
 }
 
 at::Tensor product_of(const at::Tensor& left, const at::Tensor& right) {
   return left.dim() == 2 ? left.mm(right) : left.bmm(right);
+}
+
+at::Tensor tensor_in(const Saved& saved) {
+  const auto* packed = std::get_if<PackedPtr>(&saved);
+  return packed ? (*packed)->unpack() : std::get<Kept>(saved).tensor();
 }
 
 at::Tensor oriented(const Operand& operand) {
@@ -81,9 +91,8 @@ struct Factors {
 };
 
 Factors factors_of(const Task& task, const Product& product, const zbp_face& plan) {
-  const auto* packed = std::get_if<PackedPtr>(&product.other);
   const Operand grad{product.output_grad.tensor(), false};
-  const Operand other{packed ? (*packed)->unpack() : std::get<Kept>(product.other).tensor(), true};
+  const Operand other{tensor_in(product.other), true};
   const auto [left, right] =
       product.weight_is_left ? std::pair(grad, other) : std::pair(other, grad);
   if (!is_multiplied_transposed(*task.node, product.weight_is_left)) {
@@ -92,6 +101,32 @@ Factors factors_of(const Task& task, const Product& product, const zbp_face& pla
   return {{right.matrix, !right.is_transposed},
           {left.matrix, !left.is_transposed},
           !plan.is_transposed};
+}
+
+std::optional<at::Tensor> offsets_in(const Product& product) {
+  at::Tensor offsets = tensor_in(product.offsets);
+  return offsets.defined() ? std::optional(std::move(offsets)) : std::nullopt;
+}
+
+at::Tensor multiplied(const Task& task, const Product& product, const Factors& factors) {
+  const at::Tensor left = turned(factors.left.matrix, factors.left.is_transposed);
+  const at::Tensor right = turned(factors.right.matrix, factors.right.is_transposed);
+  if (as<gen::GroupedMmBackward0>(*task.node)) {
+    const at::AutoDispatchBelowADInplaceOrView no_view;  // of each group's rows
+    return at::_grouped_mm(left, right, offsets_in(product));
+  }
+  return product_of(left, right);
+}
+
+/// The gradients of a convolution's weight and bias, by its edges: the bias's alone would round
+/// otherwise.
+variable_list convolved(const Task& task, const Product& product) {
+  auto& n = static_cast<gen::ConvolutionBackward0&>(*task.node);
+  auto [input, weight, bias] = at::convolution_backward_symint(
+      product.output_grad.tensor(), tensor_in(product.other), filled(*product.weight),
+      n.bias_sym_sizes_opt, n.stride, n.padding, n.dilation, n.transposed, n.output_padding,
+      n.groups, {false, true, task.face_at(2).has_value()});
+  return {std::move(input), std::move(weight), std::move(bias)};
 }
 
 /// The product whose gradient the face gives, if it is one.
@@ -166,7 +201,8 @@ bool add_in_place(const at::Tensor& grad, c10::ScalarType type, const Task& task
     factors.left.matrix = std::move(local->left);
     factors.right.matrix = std::move(local->right);
   }
-  const Addition a{oriented(sum), oriented(factors.left), oriented(factors.right)};
+  const Addition a{oriented(sum), turned(factors.left.matrix, factors.left.is_transposed),
+                   turned(factors.right.matrix, factors.right.is_transposed)};
   if (at::has_internal_overlap(a.sum) != at::MemOverlap::No || a.sum.dim() != a.left.dim() ||
       a.sum.size(-2) != a.left.size(-2) || a.sum.size(-1) != a.right.size(-1) ||
       a.sum.device() != a.left.device() || a.sum.is_alias_of(a.left) ||
@@ -200,7 +236,7 @@ bool takes_product(const Weight& weight, zbp_how how) {
 /// accumulation.
 bool add_product(const Weight& weight, const Task& task, size_t f, zbp_how how) {
   const Product* const product = product_at(task, f);
-  if (!product) {
+  if (!product || product->weight || as<gen::GroupedMmBackward0>(*task.node)) {
     return false;
   }
   const std::lock_guard<std::mutex> lock(NodeParts::mutex_of(*weight.accumulator));
@@ -232,11 +268,17 @@ void add_alone(Group& group, uint32_t number, zbp_how how) {
 
 }  // namespace
 
-at::Tensor face_grad(const Task& task, size_t f, variable_list& outputs) {
+at::Tensor face_grad(Task& task, size_t f, variable_list& outputs) {
+  if (auto* of = std::get_if<Product>(&task.work); of && of->weight) {
+    const uint32_t slot = task.plan(f).slot;
+    if (of->output_grad.tensor().defined() && (of->made.empty() || !of->made[slot].defined())) {
+      of->made = convolved(task, *of);
+    }
+    return at_weight(task, f, of->made.empty() ? at::Tensor() : std::exchange(of->made[slot], {}));
+  }
   if (const Product* product = product_at(task, f)) {
     const Factors factors = factors_of(task, *product, task.plan(f));
-    const at::Tensor grad =
-        turned(product_of(oriented(factors.left), oriented(factors.right)), factors.is_transposed);
+    const at::Tensor grad = turned(multiplied(task, *product, factors), factors.is_transposed);
     return task.plan(f).is_viewed ? along_path(task, f, grad) : grad;
   }
   if (const auto* of_sum = std::get_if<Product>(&task.work)) {

@@ -2,12 +2,13 @@
 #pragma once
 
 #include "shim/group/group.h"
+#include "shim/group/saved.h"
 
 namespace zbp {
 
 /// The gradient for face number `f`, at its weight where it has a path; `outputs` are a deferred
-/// node's.
-at::Tensor face_grad(const Task& task, size_t f, variable_list& outputs);
+/// node's. Each is asked for once.
+at::Tensor face_grad(Task& task, size_t f, variable_list& outputs);
 
 /// Adds `grad` to the weight's gradient, as its accumulator does, without any hook; or to its
 /// main_grad. When `kept` is this same gradient, nobody else has its memory, and the weight has

@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class Convolution(Block):
-    """Its W wants the weight's shape: of a weight whose memory may be gone."""
+    """Its W wants a weight's shape, whose memory may be gone."""
 
     def __init__(self):
         super().__init__()
