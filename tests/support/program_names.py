@@ -11,6 +11,20 @@ from support.functions import Heeding, Ignoring, Product, SameTensorTwice, TwoOu
 from support.programs import ROWS, WIDTH
 
 
+def grouped(x, experts, batched=False):
+    """Two grouped products on rows of 16 bytes at least, of a dtype that torch takes."""
+    rows = x.repeat(1, 2)
+    rows = rows.float() if x.dtype == torch.float64 else rows
+    ends = None if batched else torch.tensor([1, ROWS], dtype=torch.int32)
+    result = torch._grouped_mm(torch.stack([rows, rows.sin()]) if batched else rows, experts.to(rows.dtype), offs=ends)
+    return (result.sum(0) if batched else result)[:, :WIDTH].to(x.dtype)
+
+
+def convolved(x, filters, bias, transposed=False, groups=1):
+    function = F.conv_transpose1d if transposed else F.conv1d
+    return function(x.t()[None], filters, bias, padding=1, groups=groups)[0].t()
+
+
 class HandedOver(Product):
     """x @ w that leaves the weight's gradient to whoever takes work."""
 
@@ -109,6 +123,8 @@ def keep_products():
 NAMES = {
     "torch": torch,
     "F": F,
+    "grouped": grouped,
+    "convolved": convolved,
     "checkpoint": checkpoint,
     "saved_tensors_hooks": saved_tensors_hooks,
     "save_on_cpu": save_on_cpu,

@@ -15,7 +15,7 @@ from support.functions import FailsAt
 from support.leaks import Watch
 from support.oracle import Stage, assert_grads_own_memory, close, compare_inputs, random_grads, same, snapshot, twin
 from support.program_names import NAMES
-from support.programs import LIMITS, MATRICES, ROWS, VECTORS, WIDTH, reenters
+from support.programs import EXPERTS, FILTERS, LIMITS, MATRICES, ROWS, VECTORS, WIDTH, reenters
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16")}
 EXACT = {"rtol": 0, "atol": 0}
@@ -79,8 +79,13 @@ class ProgramStage(Stage):
 
     def __init__(self, program):
         dtype = DTYPES[program.dtype]
-        parts = {name: torch.nn.Parameter(torch.randn(WIDTH, WIDTH).to(dtype)) for name in MATRICES}
-        parts |= {name: torch.nn.Parameter(torch.randn(WIDTH).to(dtype)) for name in VECTORS}
+        shapes = {
+            **dict.fromkeys(MATRICES, (WIDTH, WIDTH)),
+            **dict.fromkeys(VECTORS, (WIDTH,)),
+            **dict.fromkeys(EXPERTS, (2, 2 * WIDTH, 2 * WIDTH)),
+            **dict.fromkeys(FILTERS, (WIDTH, WIDTH, 3)),
+        }
+        parts = {name: torch.nn.Parameter(torch.randn(shape).to(dtype)) for name, shape in shapes.items()}
         inputs = [f"x{i}" for i in range(len(program.inputs))]
         source = [f"def forward(m, {', '.join(inputs)}):"]
         source += [f"    {name} = m.{name}" for name in parts]

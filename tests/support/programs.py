@@ -31,6 +31,22 @@ PRODUCTS = (
     "{n} = F.conv1d({x}.unsqueeze(0), {w}[:ROWS, :ROWS, None], padding=0).squeeze(0)",
     "{n} = torch.cat([{x} @ {w}[:, :2], {x} @ {w}[:, 2:]], 1)",
 )
+# Operations on other weights: {e}: two experts' matrices of 2 WIDTH x 2 WIDTH; {f}: filters of WIDTH x WIDTH x 3.
+OPERATIONS = (
+    "{n} = grouped({x}, {e})",
+    "{n} = grouped({x}, {e}.mT)",
+    "{n} = grouped({x}, {e}, batched=True)",
+    "{n} = grouped({x}, {e} * 0.5)",
+    "{n} = grouped({x} + {y}, {e}).tanh(); {n} = grouped({n}, {e})",
+    "{n} = convolved({x}, {f}, {v})",
+    "{n} = convolved({x}, {f}, None)",
+    "{n} = convolved({x}, {f}[:, :2], {v}, groups=2)",
+    "{n} = convolved({x}, {f}[:, :1], {s}, groups=WIDTH)",
+    "{n} = convolved({x}, {f}, {v}, transposed=True)",
+    "{n} = convolved({x}, {f} + {v}.unsqueeze(1), {s})",
+    "{n} = F.conv2d({x}[None, None], {f}[:1, :1].unsqueeze(2), {v}[:1], stride=1, padding=(0, 1)).view(ROWS, WIDTH)",
+    "{n} = convolved({x}, {f}, {v}); m.hook({n}, 'post')",
+)
 # Matrices that are computed: {c} is the new one's name, and later lines may take it for a weight.
 COMPUTED = (
     "{c} = {w} + {u}",
@@ -160,8 +176,8 @@ REGIONS = (
 
 COMPILED = ("{n} = torch.compile({region}, backend='aot_eager')({x})",)
 
-GROUPS = (PLAIN, PRODUCTS, LIGHT, COMPUTED, IN_PLACE, FUNCTIONS, HOOKS, NESTED, KEEPING)
-MATRICES, VECTORS = ("w0", "w1", "w2"), ("v0", "v1")
+GROUPS = (PLAIN, PRODUCTS, LIGHT, COMPUTED, IN_PLACE, FUNCTIONS, HOOKS, NESTED, KEEPING, OPERATIONS)
+MATRICES, VECTORS, EXPERTS, FILTERS = ("w0", "w1", "w2"), ("v0", "v1"), ("e0", "e1"), ("f0", "f1")
 
 
 @dataclass(frozen=True)
@@ -223,6 +239,8 @@ class Writer:
             "p": MATRICES[w % len(MATRICES)],
             "v": VECTORS[v % len(VECTORS)],
             "s": VECTORS[(u + v) % len(VECTORS)],
+            "e": EXPERTS[w % len(EXPERTS)],
+            "f": FILTERS[w % len(FILTERS)],
             "k": y % WIDTH,
             "r": y % ROWS,
             "region": "",
@@ -258,7 +276,7 @@ def lines(groups, regions, kinds):
     line = st.tuples(st.sampled_from(groups).flatmap(st.sampled_from), picks, st.just(()))
     if not regions:
         return line
-    within = (PLAIN, PRODUCTS, LIGHT, COMPUTED) + (() if kinds is COMPILED else (FUNCTIONS,))
+    within = (PLAIN, PRODUCTS, LIGHT, COMPUTED, OPERATIONS) + (() if kinds is COMPILED else (FUNCTIONS,))
     inner = st.lists(lines(within, regions - 1, kinds), min_size=1, max_size=4)
     region = st.tuples(st.sampled_from(kinds), picks, inner)
     return st.one_of(line, line, line, line, line, region)
@@ -335,7 +353,11 @@ def programs(draw, most_lines=12, most_microbatches=3, regions=REGIONS):
     faults = "I" if "keep_products" in source else "IW"
     if reenters(source) or "torch.compile" in source:
         faults = ""
-    some = st.lists(st.sampled_from(MATRICES + VECTORS), max_size=2, unique=True).map(sorted).map(tuple)
+    some = (
+        st.lists(st.sampled_from(MATRICES + VECTORS + EXPERTS + FILTERS), max_size=2, unique=True)
+        .map(sorted)
+        .map(tuple)
+    )
     return Program(
         source,
         draw(passes(draw(st.integers(2, most_microbatches)), faults, reenters(source))),
