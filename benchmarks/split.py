@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,7 @@ def _host_time(given: argparse.Namespace) -> None:
         _say(f"the host time of {blocks} block{'s' * (blocks > 1)}")
         measured[blocks] = host_time.measure(blocks, given.repeat or 30, given.device)
     rows = [_host_row(str(blocks), sides) for blocks, sides in measured.items()]
-    print(f"\nhost time of one backward, ms; I + W to an unsplit one\n{table(_host_header('blocks'), rows)}")
+    print(f"\nhost time of one backward, ms; I + W to an unsplit one\n{table(_host_header('blocks', measured), rows)}")
     write(given.json, "host_time", measured, given.device)
     others = {}
     for weights in host_time.OPERATIONS:
@@ -100,22 +100,20 @@ def _host_time(given: argparse.Namespace) -> None:
             _say(f"the host time of {blocks} layers of {weights}")
             others[f"{blocks}, {weights}"] = host_time.measure(blocks, given.repeat or 30, given.device, weights)
     rows = [_host_row(stack, sides) for stack, sides in others.items()]
-    print(f"\nthe same of other operations\n{table(_host_header('layers'), rows)}")
+    print(f"\nthe same of other operations\n{table(_host_header('layers', others), rows)}")
     write(given.json, "operations", others, given.device)
 
 
-def _host_header(stack: str) -> list[str]:
-    return [stack, "unsplit", *(cell for side in host_time.SPLIT for cell in (f"{side} I + W", ""))]
+def _host_header(stack: str, measured: Mapping[Any, dict[str, dict[str, Spread]]]) -> list[str]:
+    sides = next(iter(measured.values()))
+    return [stack, "unsplit", *(cell for side in sides if side != "unsplit" for cell in (f"{side} I + W", ""))]
 
 
 def _host_row(stack: str, sides: dict[str, dict[str, Spread]]) -> list[str]:
     row = [stack, _milliseconds(sides["unsplit"]["first_ms"])]
-    for side in host_time.SPLIT:
-        if side not in sides:
-            row += ["", ""]
-            continue
-        of = sides[side]
-        row += [f"{_milliseconds(of['first_ms'])} + {_milliseconds(of['second_ms'])}", f"{of['ratio'].median:.2f}x"]
+    for side, of in sides.items():
+        if side != "unsplit":
+            row += [f"{_milliseconds(of['first_ms'])} + {_milliseconds(of['second_ms'])}", f"{of['ratio'].median:.2f}x"]
     return row
 
 

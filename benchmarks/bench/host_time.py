@@ -23,7 +23,6 @@ from bench.store import Store
 from zbpipe._torch.pipelining import BACKWARD
 
 WIDTH, HEADS, BATCH, TOKENS = 16, 2, 2, 4
-SPLIT = ("zbpipe", "torch", "store")
 
 
 class Times(NamedTuple):

@@ -30,7 +30,10 @@ def test_host_time_has_every_side_and_says_what_it_was_measured_on(bench):
     finally:
         torch.set_num_threads(1)
     assert max(map(len, said.splitlines())) <= 80
-    made = found.pop("host_time")
+    made, others = found.pop("host_time"), found.pop("operations")["figures"]
+    kinds = ("experts, bfloat16", "experts, float32", "convolutions")
+    assert others.keys() == {f"{blocks}, {kind}" for blocks in (1, 2) for kind in kinds}
+    assert all(sides.keys() == {"unsplit", "zbpipe", "torch"} for sides in others.values())
     assert not found and made["figures"].keys() == {"1", "2"}
     for sides in made["figures"].values():
         assert sides.keys() == {"unsplit", "zbpipe", "torch", "store"}
