@@ -264,7 +264,7 @@ BY_HAND = {
     ),
     "kinds of tensors": (
         kinds,
-        {"output gradient": N * 3 * 6 * 4 + 72, "saved": N * 2 * 8 * 4, "kept gradient": 72},
+        {"output gradient": N * 3 * 6 * 4 + 72, "matrix": N * 2 * 8 * 4, "kept gradient": 72},
         {"conv.weight": (N * (3 * 6 + 2 * 8) * 4,) * 2, "table": (72, 72), "late": (72, 72)},
         {"conv": N * (3 * 6 + 2 * 8) * 4},
     ),

@@ -124,7 +124,7 @@ CASES = {
     "GPT-2": (GPT2, BATCH, 1616, 10),
     "Mixtral": (lambda: Llama(Experts), BATCH, 1168, 8),
     "T5": (T5, BATCH, 1184, 12),
-    "ResNet": (ResNet, PICTURE, 32, 8),
+    "ResNet": (ResNet, PICTURE, 16, 4),
     "three blocks": (lambda: nn.Sequential(*(Llama() for _ in range(3))), BATCH, 5520, 20),
     "linear of three dimensions first": (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), BATCH, 80, 5),
     "einsum": (of(lambda m, x: torch.einsum("bi,oi->bo", x, m.w).relu() @ m.u), ROWS, 16, 4),

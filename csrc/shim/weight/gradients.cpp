@@ -60,7 +60,7 @@ at::Tensor tensor_in(const Saved& saved) {
 }
 
 at::Tensor oriented(const Operand& operand) {
-  return operand.is_transposed ? operand.matrix.mT() : operand.matrix;
+  return operand.is_transposed ? operand.matrix.transpose(-2, -1) : operand.matrix;
 }
 
 /// The same for a gradient on its way to a weight: see along_path().
