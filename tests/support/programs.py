@@ -178,6 +178,7 @@ COMPILED = ("{n} = torch.compile({region}, backend='aot_eager')({x})",)
 
 GROUPS = (PLAIN, PRODUCTS, LIGHT, COMPUTED, IN_PLACE, FUNCTIONS, HOOKS, NESTED, KEEPING, OPERATIONS)
 MATRICES, VECTORS, EXPERTS, FILTERS = ("w0", "w1", "w2"), ("v0", "v1"), ("e0", "e1"), ("f0", "f1")
+WEIGHTS = MATRICES + VECTORS + EXPERTS + FILTERS
 
 
 @dataclass(frozen=True)
@@ -353,11 +354,7 @@ def programs(draw, most_lines=12, most_microbatches=3, regions=REGIONS):
     faults = "I" if "keep_products" in source else "IW"
     if reenters(source) or "torch.compile" in source:
         faults = ""
-    some = (
-        st.lists(st.sampled_from(MATRICES + VECTORS + EXPERTS + FILTERS), max_size=2, unique=True)
-        .map(sorted)
-        .map(tuple)
-    )
+    some = st.lists(st.sampled_from(WEIGHTS), max_size=2, unique=True).map(sorted).map(tuple)
     return Program(
         source,
         draw(passes(draw(st.integers(2, most_microbatches)), faults, reenters(source))),

@@ -60,9 +60,10 @@ bool is_convolution(const Node& node) {
 /// True for what the operation can take that stands for the node.
 bool is_plain_factor(const Node& node, const at::Tensor& tensor) {
   const bool is_grouped = typeid(node) == typeid(torch::autograd::generated::GroupedMmBackward0);
+  const bool takes_dtensors = !is_convolution(node) && !is_grouped;
   return tensor.defined() && (is_convolution(node) || tensor.dim() == 2 || tensor.dim() == 3) &&
-         (!is_subclass(tensor) || (!is_convolution(node) && !is_grouped && is_dtensor(tensor))) &&
-         !tensor.is_complex() && !tensor.is_neg();
+         (!is_subclass(tensor) || (takes_dtensors && is_dtensor(tensor))) && !tensor.is_complex() &&
+         !tensor.is_neg();
 }
 
 /// saved: null where nobody is to fill it.

@@ -11,6 +11,7 @@
 
 #include "shim/group/dtensor.h"
 #include "shim/group/facts.h"
+#include "shim/group/saved.h"
 #include "shim/weight/zbp_weight.h"
 #include "shim/torch/error.h"
 #include "shim/torch/nodes.h"

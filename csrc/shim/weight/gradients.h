@@ -2,7 +2,6 @@
 #pragma once
 
 #include "shim/group/group.h"
-#include "shim/group/saved.h"
 
 namespace zbp {
 
