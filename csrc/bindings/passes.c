@@ -49,16 +49,11 @@ static PyObject *take_error(void)
 static size_t running;
 static _Thread_local size_t running_here;
 
-static void pass_begins(void)
+/* by: 1 or -1. */
+static void count_passes(int by)
 {
-    ++running;
-    ++running_here;
-}
-
-static void pass_ends(void)
-{
-    --running;
-    --running_here;
+    running += (size_t)by;
+    running_here += (size_t)by;
 }
 
 bool zbp_passes_run_elsewhere(void)
@@ -88,14 +83,14 @@ static PyObject *input_pass(PyObject *module, PyObject *args)
         read_policy(policy, &given.policy, &given.excluded) < 0) {
         return NULL;
     }
-    pass_begins();
+    count_passes(1);
     result = zbp_or_raise(
         zbp_input_call(&given, zbp_group_wrap, *zbp_group_type(module), &has_begun, &error),
         &error);
     if (result == NULL && has_begun && PyErr_ExceptionMatches(PyExc_Exception)) {
         result = take_error();
     }
-    pass_ends();
+    count_passes(-1);
     return result;
 }
 
@@ -129,7 +124,7 @@ static int claim(weight_call *call, PyObject *module, PyObject *tuple)
         book = &call->group[i]->book;
         is_ours = zbp_book_claim(book);
         call->claimed += is_ours ? 1 : 0;
-        if (!is_ours || book->state == ZBP_BOOK_SPENT) {
+        if (!is_ours || book->is_spent) {
             PyErr_Format(PyExc_RuntimeError, "param_groups[%zu] %s", i,
                          is_ours ? "is spent: its weight pass has already run; pass "
                                    "retain_graph=True to the first call to run it again"
@@ -159,7 +154,7 @@ static PyObject *weight_pass(PyObject *module, PyObject *args)
         return NULL;
     }
     how = (zbp_how){.retain = retain != 0, .fuse = said.fuse != 0};
-    pass_begins();
+    count_passes(1);
     if (claim(&call, module, tuple) == 0 &&
         zbp_weight_call(call.group, call.count, how, said.main_grad != 0, &error) == ZBP_OK) {
         result = Py_NewRef(Py_None);
@@ -168,7 +163,7 @@ static PyObject *weight_pass(PyObject *module, PyObject *args)
         zbp_book_give_back(&call.group[i]->book);
     }
     PyMem_Free(call.group);
-    pass_ends();
+    count_passes(-1);
     return result != NULL || PyErr_Occurred() ? result : zbp_error_raise(&error);
 }
 
@@ -184,7 +179,8 @@ static PyObject *is_watched(PyObject *Py_UNUSED(module), PyObject *tensor)
 /* ---- what Functions hand over in I: see zbpipe/_kernels/defer.py */
 
 PyDoc_STRVAR(defer_doc, "defer(function, weights, saved, /)\n--\n\n"
-                        "As zbpipe.defer; weights are a tuple or None, and a tuple is returned.");
+                        "As zbpipe.defer; weights are a tuple or None, and a tuple is returned.\n"
+                        "With None for function: True if work for weights would be left to W.");
 
 static PyObject *defer(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -197,19 +193,8 @@ static PyObject *defer(PyObject *Py_UNUSED(module), PyObject *args)
     return zbp_or_raise(zbp_defer(function, weights, saved, &error), &error);
 }
 
-PyDoc_STRVAR(will_defer_doc,
-             "will_defer(weights, /)\n--\n\n"
-             "True if defer() with these weights, called here, would hand the work over.");
-
-static PyObject *will_defer(PyObject *Py_UNUSED(module), PyObject *weights)
-{
-    zbp_error error = {0};
-    return zbp_or_raise(zbp_will_defer(weights, &error), &error);
-}
-
 PyMethodDef zbp_passes_functions[] = {{"input_pass", input_pass, METH_VARARGS, input_pass_doc},
                                       {"weight_pass", weight_pass, METH_VARARGS, weight_pass_doc},
                                       {"is_watched", is_watched, METH_O, is_watched_doc},
                                       {"defer", defer, METH_VARARGS, defer_doc},
-                                      {"will_defer", will_defer, METH_O, will_defer_doc},
                                       {NULL, NULL, 0, NULL}};

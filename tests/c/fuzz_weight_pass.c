@@ -197,8 +197,7 @@ static void check_state(uint32_t g, zbp_how how, bool is_complete)
 {
     const bool is_again = how.retain && !has_raised[g];
 
-    if (held[g].as.book.state !=
-        (!is_complete || is_again ? (uint8_t)ZBP_BOOK_OPEN : (uint8_t)ZBP_BOOK_SPENT))
+    if (held[g].as.book.is_spent != (is_complete && !is_again))
         fake_violation(is_complete ? "a weight pass retains what it was not to retain, or spends it"
                                    : "a group that has failed cannot be repeated");
     if (is_complete && !is_again && (!held[g].is_released || held[g].as.book.weight_count != 0))
@@ -268,7 +267,7 @@ static void call(void)
     int status;
 
     for (uint32_t g = 0; g < held_count; g++) {
-        takes[g] = held[g].as.book.state != ZBP_BOOK_SPENT && fake_random(4) > 0;
+        takes[g] = !held[g].as.book.is_spent && fake_random(4) > 0;
         any = any || takes[g];
     }
     if (!any)

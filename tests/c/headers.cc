@@ -2,7 +2,7 @@
 #include "core/graph/zbp_graph.h"
 #include "core/base/zbp_map.h"
 #include "core/graph/zbp_plan.h"
-#include "core/base/zbp_status.h"
+#include "core/base/zbp_c.h"
 
 #include <cstdio>
 

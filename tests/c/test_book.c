@@ -60,14 +60,14 @@ static void an_empty_book_is_legal(void)
     layout = (zbp_layout){0};
     zbp_book_close(&book);
     REQUIRE(zbp_book_init(&book, &layout) == ZBP_OK);
-    CHECK(book.weight_count == 0 && book.state == ZBP_BOOK_OPEN);
+    CHECK(book.weight_count == 0 && !book.is_spent);
     CHECK(alone_are(PLAIN, "") && zbp_book_is_complete(&book));
     zbp_book_give_up_paths(&book, &layout);
     zbp_book_begin_run(&book, false);
     CHECK(book.missing == 0 && zbp_book_unpacks_up_to(&book, &layout) == 0);
     CHECK(zbp_book_settle(&book, PLAIN, false) == ZBP_FATE_CLOSE);
     zbp_book_close(&book);
-    CHECK(book.state == ZBP_BOOK_SPENT && zbp_book_is_complete(&book));
+    CHECK(book.is_spent && zbp_book_is_complete(&book));
 }
 
 static void every_allocation_fails_once(void)
@@ -84,7 +84,7 @@ static void every_allocation_fails_once(void)
         } else {
             CHECK(book.weight_count == 3 && is_zeroed(book.weight, 3 * sizeof *book.weight));
             zbp_book_close(&book);
-            CHECK(count.live == 0 && book.weight_count == 0 && book.state == ZBP_BOOK_SPENT);
+            CHECK(count.live == 0 && book.weight_count == 0 && book.is_spent);
         }
         zbp_book_close(&book); /* a zeroed one is legal, and a closed one */
     }
@@ -154,7 +154,7 @@ static void a_retained_group_runs_again_as_if_it_never_had(void)
         add_all();
         CHECK(!zbp_book_wants(&book, 0) && zbp_book_is_complete(&book));
         CHECK(zbp_book_settle(&book, RETAIN, false) == ZBP_FATE_AGAIN);
-        CHECK(book.state == ZBP_BOOK_OPEN);
+        CHECK(!book.is_spent);
     }
     /* Failed, and complete all the same: what is to be retained is kept, and the retry makes it ready. */
     add_all();

@@ -11,7 +11,11 @@ from support.oracle import input_pass, needs_zbpipe, small
 
 import zbpipe
 
-pytestmark = [needs_zbpipe, pytest.mark.skipif(sys.getallocatedblocks() < 1000, reason="make asan has malloc count")]
+pytestmark = [
+    needs_zbpipe,
+    pytest.mark.usefixtures("quick_collections"),
+    pytest.mark.skipif(sys.getallocatedblocks() < 1000, reason="make asan has malloc count"),
+]
 
 LOOKS, RUNS = 20, 30
 

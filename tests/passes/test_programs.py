@@ -6,15 +6,16 @@ import warnings
 
 import pytest
 import torch
+import torch._dynamo
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from support.oracle import needs_zbpipe
 from support.program_runs import Passes, judge
 from support.programs import COMPILED, programs
 
-pytestmark = needs_zbpipe
+pytestmark = [needs_zbpipe, pytest.mark.usefixtures("quick_collections")]
 
 bounded = settings(derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
-BATCH = 1000
+BATCH = 200
 BATCHES = int(os.environ.get("ZBPIPE_PROGRAMS", "20000")) // BATCH
 
 

@@ -150,6 +150,13 @@ def without_collector():
         gc.enable()
 
 
+def seed(number):
+    """torch.manual_seed, but where no GPU has begun it does not note the whole stack for the time when one does."""
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(number)
+
+
 def random_input(*shape, dtype=torch.float32):
     """What makes a fresh input for each microbatch."""
     return lambda: torch.randn(shape, dtype=dtype, requires_grad=True)
@@ -250,7 +257,7 @@ class Run:
 
     def forward(self, k):
         self.stage.microbatch = k
-        torch.manual_seed(k)
+        seed(k)
         with self.context():
             outputs = self.stage(*self.inputs[k])
         self.outputs[k] = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]

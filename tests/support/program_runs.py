@@ -13,7 +13,17 @@ import zbpipe
 from support import oracle
 from support.functions import FailsAt
 from support.leaks import Watch
-from support.oracle import Stage, assert_grads_own_memory, close, compare_inputs, random_grads, same, snapshot, twin
+from support.oracle import (
+    Stage,
+    assert_grads_own_memory,
+    close,
+    compare_inputs,
+    random_grads,
+    same,
+    seed,
+    snapshot,
+    twin,
+)
 from support.program_names import NAMES
 from support.programs import EXPERTS, FILTERS, LIMITS, MATRICES, ROWS, VECTORS, WIDTH, reenters
 
@@ -189,7 +199,7 @@ class Judged:
 
     def __init__(self, program, passes):
         self.program = program
-        torch.manual_seed(0)
+        seed(0)
         stage = ProgramStage(program)
         microbatches = 1 + max(int(number) for number in re.findall(r"F(\d+)", program.passes))
         dtype = DTYPES[program.dtype]

@@ -97,6 +97,11 @@ class _Pieces:
     weight_half: Compiled
 
 
+def _waits(positions: tuple[int, ...] | None) -> bool:
+    """Whether the gradients at these positions would be left to W here. None stands for all of them."""
+    return _C.defer(None, positions, ())
+
+
 def _run_weight_half(compiled: Compiled, *values: Any) -> Sequence[Any]:
     """What W calls, with the values that I kept."""
     with without_autocast():
@@ -133,7 +138,7 @@ class _Backward:
             self._compile_whole()  # as torch does: the forward must not be used before the guards on sizes are known
 
     def __call__(self, values: Values) -> Sequence[Any]:
-        pieces = self._halves() if _C.will_defer(None) else None
+        pieces = self._halves() if _waits(None) else None
         if pieces is None:
             return (self._whole or self._compile_whole())(values)
         halves = pieces.halves
@@ -155,9 +160,9 @@ class _Backward:
 
     def _deferrable(self) -> tuple[frozenset[int], bool]:
         """Positions of the gradients that may wait for W, and whether vectors may wait by themselves. Called in I."""
-        heavy = [i for i in self._matrices if _C.will_defer((i,))]
-        light = [i for i in self._vectors if _C.will_defer((i, *heavy[:1]))]
-        return frozenset(heavy + light), any(_C.will_defer((i,)) for i in light[:1])
+        heavy = [i for i in self._matrices if _waits((i,))]
+        light = [i for i in self._vectors if _waits((i, *heavy[:1]))]
+        return frozenset(heavy + light), any(_waits((i,)) for i in light[:1])
 
     def _halves(self) -> _Pieces | None:
         """The halves for the gradients that may wait in the running I; None if the graph cannot be split so."""

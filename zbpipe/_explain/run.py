@@ -18,6 +18,7 @@ from zbpipe._formatting import argument
 from zbpipe._policy import Policy, get_policy
 from zbpipe._stage.input_pass import input_pass
 from zbpipe._tasks import tasks_of
+from zbpipe._torch.autograd import is_dtensor
 from zbpipe._torch.ddp import is_ddp
 from zbpipe._torch.dispatch import pytree
 from zbpipe._torch.modules import is_under_fully_shard
@@ -178,8 +179,7 @@ def _try(
         if weight.grad is not None:
             found.add_inner(weight)
     holding = held(groups, copied)
-    distributed = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())  # without it no tensor is
-    if any(isinstance(weight, distributed) for weight in weights):
+    if any(map(is_dtensor, weights)):
         found.notes["shapes and FLOPs are those of whole DTensors, of all ranks together"] = None
     if holding.incomplete:
         found.notes[holding.incomplete] = None

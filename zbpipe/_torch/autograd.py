@@ -19,6 +19,11 @@ def without_torch_functions() -> Any:
     return torch._C.DisableTorchFunction()
 
 
+def is_dtensor(tensor: object) -> bool:
+    """Whether it is a torch.distributed.tensor.DTensor: nothing is one where nobody imported that module."""
+    return isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
+
+
 def without_autocast() -> Any:
     """A context in which no autocast is in force, on any device."""
     return torch._C._DisableAutocast()

@@ -14,7 +14,7 @@
 #include <stdint.h>
 
 #include "core/base/zbp_map.h"
-#include "core/base/zbp_status.h"
+#include "core/base/zbp_c.h"
 
 ZBP_BEGIN_C
 

@@ -32,7 +32,7 @@
 #include <stdint.h>
 
 #include "core/graph/zbp_graph.h"
-#include "core/base/zbp_status.h"
+#include "core/base/zbp_c.h"
 
 ZBP_BEGIN_C
 

@@ -20,7 +20,7 @@ void zbp_book_close(zbp_book *book)
     zbpi_free(book->weight);
     book->weight = NULL;
     book->weight_count = book->missing = 0;
-    book->state = ZBP_BOOK_SPENT;
+    book->is_spent = true;
     book->has_failed = book->goes_with_last = false;
 }
 
@@ -173,7 +173,7 @@ zbp_fate zbp_book_settle(zbp_book *book, zbp_how how, bool failed)
         return ZBP_FATE_AGAIN;
     }
     if (!failed) {
-        book->state = ZBP_BOOK_SPENT;
+        book->is_spent = true;
         return ZBP_FATE_CLOSE;
     }
     if (how.retain)

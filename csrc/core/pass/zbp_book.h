@@ -24,7 +24,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "core/base/zbp_status.h"
+#include "core/base/zbp_c.h"
 #include "core/pass/zbp_layout.h"
 
 ZBP_BEGIN_C
@@ -35,12 +35,6 @@ typedef struct zbp_how {
     bool fuse;       /* one kernel adds a product into the gradient, in the gradient's dtype */
     bool is_anomaly; /* autograd's anomaly mode: every node runs in the engine, which tells of it */
 } zbp_how;
-
-/* How far the group is. */
-enum {
-    ZBP_BOOK_OPEN, /* W can run, or go on */
-    ZBP_BOOK_SPENT /* nothing is left */
-};
 
 enum { ZBP_NO_FACE = UINT32_MAX };
 
@@ -73,8 +67,8 @@ typedef struct zbp_book {
     zbp_book_weight *weight;
     uint32_t weight_count;
     uint32_t missing;    /* weights that a running W has still to add; written by several threads */
-    uint8_t state;       /* ZBP_BOOK_* */
     uint8_t claimed;     /* a call has it; read and written atomically */
+    bool is_spent;       /* nothing is left: W can neither run nor go on */
     bool has_failed;     /* a W that was not to retain it raised before the group was complete */
     bool goes_with_last; /* what the tasks hold goes with the last weight that is added */
 } zbp_book;

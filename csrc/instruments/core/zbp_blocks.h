@@ -11,7 +11,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "core/base/zbp_status.h"
+#include "core/base/zbp_c.h"
 
 ZBP_BEGIN_C
 

@@ -21,7 +21,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "core/base/zbp_status.h"
+#include "core/base/zbp_c.h"
 #include "instruments/core/zbp_blocks.h"
 
 ZBP_BEGIN_C

@@ -210,9 +210,11 @@ variable_list run_node(Node& node, Node& substitute, variable_list&& grads, bool
   variable_list outputs;
   {
     const Impersonation impersonation(node, substitute);
-    outputs = track_views || !saves_nothing(node)
-                  ? NodeParts::apply_to(node, std::move(in))
-                  : NodeParts::apply_without_views_to(node, std::move(in));
+    std::optional<at::AutoDispatchBelowADInplaceOrView> no_view;
+    if (!track_views && saves_nothing(node)) {
+      no_view.emplace();
+    }
+    outputs = NodeParts::apply_to(node, std::move(in));
   }
   torch::autograd::validate_outputs(node.next_edges(), outputs, [&](const std::string& message) {
     return "Function " + node.name() + " returned an " + message;

@@ -1,7 +1,5 @@
 #include "shim/group/dtensor.h"
 
-#include <torch/csrc/autograd/python_variable.h>
-
 #include "shim/torch/gil.h"
 #include "shim/torch/nodes.h"
 #include "shim/torch/python.h"
@@ -31,14 +29,10 @@ bool is_dtensor(const at::Tensor& tensor) {
     return false;
   }
   const AcquireGil gil;
-  // Nothing is one where nobody imported torch.distributed.tensor.
-  THPObjectPtr name(PyUnicode_FromString("torch.distributed.tensor"));
-  THPObjectPtr module(name ? PyImport_GetModule(name) : nullptr);
-  THPObjectPtr type(module ? PyObject_GetAttrString(module, "DTensor") : nullptr);
-  THPObjectPtr object(type ? THPVariable_Wrap(tensor) : nullptr);
-  const bool is_one = object && PyObject_IsInstance(object, type) == 1;
-  forget_error();
-  return is_one;
+  THPObjectPtr told = asked([&] {
+    return call_python("zbpipe._torch.autograd", "is_dtensor", {checked(wrap_tensor(tensor))});
+  });
+  return told.get() == Py_True;
 }
 
 at::Tensor local_part(const at::Tensor& tensor) {

@@ -66,7 +66,6 @@ void Group::release() noexcept {
   const auto dead_packed = std::exchange(packed_outside, {});
   const auto dead_unpinned = std::exchange(unpinned_outside, {});
   saved_outside.clear();
-  arguments_outside.clear();
   outside_recomputed_for = 0;
   for (const Task& task : dead_tasks) {
     if (const auto* deferred = std::get_if<Deferred>(&task.work); deferred && deferred->is_alone) {

@@ -197,13 +197,6 @@ inline std::optional<c10::Stream> stream_of(const Weight& weight) {
                                                           : std::nullopt;
 }
 
-/// What a node outside the closure has saved behind hooks, or as a view that keeps its base for
-/// nothing.
-struct UnpinnedOutside {
-  NodePtr node;
-  size_t number;  // of the saved variable, among its saver's
-};
-
 /// A node between the tasks and the weights. Other groups may share it.
 struct Outside {
   Node* node;  // borrowed: alive as long as the faces of the group
@@ -223,11 +216,12 @@ struct Group : zbp_group, std::enable_shared_from_this<Group> {
   Streams streams;
   SmallVector<Weight, 2> weights;
   std::vector<Outside> outside;
-  std::vector<UnpinnedOutside> unpinned_outside;  // what I has still to see to
-  std::vector<PackedPtr> packed_outside;          // what such a node leaves packed until W
-  std::vector<Version> saved_outside;             // by nodes outside the closure
-  std::vector<Version> arguments_outside;         // of what W computes again for such nodes
-  std::shared_ptr<const Reads> reads;             // only if W may compute regions again
+  // What I has still to see to: what such a node has saved behind hooks, or as a view that keeps its
+  // base for nothing; by its number among the saver's.
+  std::vector<std::pair<NodePtr, size_t>> unpinned_outside;
+  std::vector<PackedPtr> packed_outside;  // what W computes again for such nodes
+  std::vector<Version> saved_outside;     // by nodes outside the closure
+  std::shared_ptr<const Reads> reads;     // only if W may compute regions again
   // Sequence number of the last node outside for which W computes a region again.
   uint64_t outside_recomputed_for = 0;
   std::mutex mutex;  // of what several stand-ins of an I use: unpinned_outside, missing, waiting

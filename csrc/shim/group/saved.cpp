@@ -123,7 +123,7 @@ Saved take_one(Task& task, Saver& saver, SavedVariable& saved, bool may_leave_pa
     task.plan().leaves_packed = true;
     return packed;
   }
-  return Kept(saved.has_hooks() ? saver.pin(saved) : saved.unpack(ref_of(saver.node())));
+  return Kept(saver.unpack(saved));
 }
 
 /// False where the task's factors need more than one operation.
@@ -142,8 +142,7 @@ bool take_product(Task& task, Saver& saver, const Separable& separable, const va
     if (may_leave_packed && own.saved->has_hooks()) {
       return false;
     }
-    const at::Tensor weight = own.saved->has_hooks() ? saver.pin(*own.saved, false)
-                                                     : own.saved->unpack(ref_of(saver.node()));
+    const at::Tensor weight = saver.unpack(*own.saved, false);
     if (!is_plain_factor(*task.node, weight)) {
       return false;
     }
@@ -280,6 +279,10 @@ at::Tensor Saver::pin(SavedVariable& saved, bool is_read_by_w) {
     put(saved, save_plainly(plain));
   }
   return plain;
+}
+
+at::Tensor Saver::unpack(SavedVariable& saved, bool is_read_by_w) {
+  return saved.has_hooks() ? pin(saved, is_read_by_w) : saved.unpack(node_);
 }
 
 at::Tensor filled(const Blank& blank) {

@@ -31,6 +31,8 @@ class Saver {
   /// What is read by W shares its version counter with the original, and is no buffer that an
   /// unpack hook fills anew. Of the rest W needs the shape alone, and it may change.
   at::Tensor pin(SavedVariable& saved, bool is_read_by_w = true);
+  /// Unpacks it, and pins it if it is behind hooks.
+  at::Tensor unpack(SavedVariable& saved, bool is_read_by_w = true);
 
  private:
   std::vector<SavedVariable> gone_;

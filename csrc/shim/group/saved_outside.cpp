@@ -32,13 +32,13 @@ void note_saved_outside(Group& group) {
     const auto all = saver.all();
     for (size_t number = 0; number < all.size(); ++number) {
       if (all[number]->has_hooks()) {
-        group.unpinned_outside.push_back({ref_of(node), number});
+        group.unpinned_outside.emplace_back(ref_of(node), number);
         continue;
       }
       const at::Tensor tensor = all[number]->unpack(ref_of(saver.node()));
       // A Function's is its backward's to look at, as it was saved.
       if (tensor.defined() && is_generated(saver.node()) && keeps_base_unused(tensor)) {
-        group.unpinned_outside.push_back({ref_of(node), number});
+        group.unpinned_outside.emplace_back(ref_of(node), number);
       } else if (has_version(tensor)) {
         group.saved_outside.emplace_back(tensor);
       }
@@ -56,11 +56,9 @@ bool leave_outside(Saver& saver, SavedVariable& saved, Group& group) {
   if (!packed) {
     return false;
   }
-  group.arguments_outside.insert(group.arguments_outside.end(), packed->arguments.begin(),
-                                 packed->arguments.end());
+  group.packed_outside.push_back(packed);
   if (!is_python_function(saver.node())) {
     saver.leave(saved, packed);
-    group.packed_outside.push_back(packed);
   }
   const AcquireGil gil;
   if (is_checkpoints(packed->unpack_hook)) {
@@ -70,19 +68,19 @@ bool leave_outside(Saver& saver, SavedVariable& saved, Group& group) {
   return true;
 }
 
-void pin_one(Group& group, const UnpinnedOutside& unpinned) {
+void pin_one(Group& group, Node& node, size_t number) {
   // Another microbatch's I may see to the same node, and its W may have released it.
-  Saver saver(*unpinned.node);
+  Saver saver(node);
   const auto all = [&] {
     const AcquireGil gil;
     return saver.all();
   }();
-  TORCH_CHECK(unpinned.number < all.size(), torch::autograd::ERR_BACKWARD_TWICE);
-  SavedVariable& saved = *all[unpinned.number];
+  TORCH_CHECK(number < all.size(), torch::autograd::ERR_BACKWARD_TWICE);
+  SavedVariable& saved = *all[number];
   if (saved.has_hooks() && group.reads && leave_outside(saver, saved, group)) {
     return;
   }
-  at::Tensor tensor = saved.has_hooks() ? saver.pin(saved) : saved.unpack(ref_of(saver.node()));
+  at::Tensor tensor = saver.unpack(saved);
   if (tensor.defined() && keeps_base_unused(tensor)) {
     tensor = saver.pin(saved);
   }
@@ -94,19 +92,18 @@ void pin_one(Group& group, const UnpinnedOutside& unpinned) {
 }  // namespace
 
 void pin_outside(Group& group) {
-  std::vector<UnpinnedOutside> unpinned;
-  {
+  const auto unpinned = [&group] {
     const std::lock_guard<std::mutex> lock(group.mutex);
-    unpinned = std::exchange(group.unpinned_outside, {});
-  }
+    return std::exchange(group.unpinned_outside, {});
+  }();
   std::optional<c10::Stream> here, there;  // of the last node
   const auto come_back = [&] {
     if (there) {
       order(*there, *here);
     }
   };
-  for (const UnpinnedOutside& one : unpinned) {
-    if (const auto its = stream_of(*one.node); its != there) {
+  for (const auto& [node, number] : unpinned) {
+    if (const auto its = stream_of(*node); its != there) {
       come_back();
       there = its;
       here = its ? std::optional(current_stream(its->device())) : its;
@@ -115,7 +112,7 @@ void pin_outside(Group& group) {
       }
     }
     const c10::OptionalStreamGuard on_its_stream(there);
-    pin_one(group, one);
+    pin_one(group, *node, number);
   }
   come_back();
 }

@@ -166,6 +166,9 @@ PyObject* zbp_defer(PyObject* function, PyObject* weights, PyObject* saved, zbp_
     const Targets targets = targets_of(weights, running);
     variable_list grads(targets.slots.size());
     Answer answer = answer_to(targets, running);
+    if (function == Py_None) {
+      return PyBool_FromLong(answer.verdict == Verdict::hand_over);
+    }
     if (answer.verdict == Verdict::hand_over) {
       keep_work(*running.stand_in, function, saved, std::move(answer.faces));
     }
@@ -180,13 +183,5 @@ PyObject* zbp_defer(PyObject* function, PyObject* weights, PyObject* saved, zbp_
       }
     }
     return wrap_tensors(grads);
-  });
-}
-
-PyObject* zbp_will_defer(PyObject* weights, zbp_error* error) {
-  return guarded_object(error, [&] {
-    const Running running = running_here();
-    return PyBool_FromLong(answer_to(targets_of(weights, running), running).verdict ==
-                           Verdict::hand_over);
   });
 }

@@ -81,14 +81,6 @@ Holders known_holders(const InputPassArgs& args, const variable_list& grads,
   return holders;
 }
 
-/// On the caller's stream, which waits for those of the captures.
-at::Tensor copied(const at::Tensor& grad) {
-  if (const auto here = stream_here(grad)) {
-    record(grad, *here);
-  }
-  return grad.clone();
-}
-
 }  // namespace
 
 variable_list input_grads(const InputPassArgs& args, const Walk& walk, const Captures& captures,
@@ -116,7 +108,10 @@ variable_list input_grads(const InputPassArgs& args, const Walk& walk, const Cap
     }
   }
   for (const size_t i : others) {
-    grads[i] = copied(grads[i]);
+    if (const auto here = stream_here(grads[i])) {
+      record(grads[i], *here);  // the caller's, which waits for those of the captures
+    }
+    grads[i] = grads[i].clone();
   }
   return grads;
 }

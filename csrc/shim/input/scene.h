@@ -51,8 +51,7 @@ struct Scene {
   }
 
   InputPassArgs args;
-  size_t input_count = 0;        // of all values that the caller has listed
-  std::vector<size_t> position;  // among them, of args.inputs
+  std::vector<size_t> position;  // of args.inputs, among all values that the caller has listed
 
   std::vector<GroupPtr> groups;
   Captures captures;

@@ -30,11 +30,9 @@ std::optional<Edge> edge_of(PyObject* output, size_t i) {
   return edge;
 }
 
-/// What an output is to I: `unused` could take a gradient and was given none.
-enum class Use : uint8_t { root, passive, unused };
-
-/// `given`: null where no gradients were given at all.
-Use add_output(InputPassArgs& args, size_t i, PyObject* output, PyObject* given) {
+/// `given`: null where no gradients were given at all. False for an output that could take a gradient
+/// and was given none.
+bool add_output(InputPassArgs& args, size_t i, PyObject* output, PyObject* given) {
   const at::Tensor* tensor = as_tensor(output);
   std::optional<Edge> edge = edge_of(output, i);
   const at::Tensor* grad = given ? as_tensor(given) : nullptr;
@@ -52,14 +50,14 @@ Use add_output(InputPassArgs& args, size_t i, PyObject* output, PyObject* given)
     args.outputs.push_back(*tensor);
   }
   if (!edge || given == Py_False) {
-    return Use::passive;
+    return true;
   }
   if (grad && !fits(*grad, *edge)) {
     refuse(PyExc_ValueError, "output_grads[", i, "] is a gradient of ", describe(*grad),
            "; stage_outputs_or_loss[", i, "] needs one of ", describe(*edge));
   }
   if (!grad && given && tensor->sym_numel() != 1) {
-    return Use::unused;
+    return false;
   }
   if (!grad && tensor->is_complex()) {
     refuse(PyExc_RuntimeError,
@@ -69,7 +67,7 @@ Use add_output(InputPassArgs& args, size_t i, PyObject* output, PyObject* given)
   }
   args.roots.push_back(std::move(*edge));
   args.root_grads.push_back(grad ? *grad : at::ones_like(*tensor));
-  return Use::root;
+  return true;
 }
 
 void add_weight(InputPassArgs& args, size_t i, PyObject* weight) {
@@ -93,8 +91,7 @@ void add_outputs(InputPassArgs& args, PyObject* outputs, PyObject* grads) {
   }
   for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* const grad = grads ? PyTuple_GET_ITEM(grads, i) : nullptr;
-    unused +=
-        add_output(args, static_cast<size_t>(i), PyTuple_GET_ITEM(outputs, i), grad) == Use::unused;
+    unused += !add_output(args, static_cast<size_t>(i), PyTuple_GET_ITEM(outputs, i), grad);
   }
   if (args.roots.empty() && unused > 0) {
     refuse(PyExc_ValueError, "output_grads holds no gradient for any of the ", unused,
@@ -103,12 +100,11 @@ void add_outputs(InputPassArgs& args, PyObject* outputs, PyObject* grads) {
 }
 
 void add_inputs(Scene& scene, PyObject* inputs) {
-  scene.input_count = static_cast<size_t>(PyTuple_GET_SIZE(inputs));
-  for (size_t i = 0; i < scene.input_count; ++i) {
-    const at::Tensor* tensor = as_tensor(PyTuple_GET_ITEM(inputs, static_cast<Py_ssize_t>(i)));
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(inputs); ++i) {
+    const at::Tensor* tensor = as_tensor(PyTuple_GET_ITEM(inputs, i));
     if (tensor && tensor->requires_grad()) {
       scene.args.inputs.push_back(*tensor);
-      scene.position.push_back(i);
+      scene.position.push_back(static_cast<size_t>(i));
     }
   }
 }
@@ -177,7 +173,7 @@ PyObject* zbp_input_call(const zbp_input_args* given, zbp_wrap wrap, void* arg, 
       append(groups, wrap(arg, handed_over));
     }
     set_input_grads(scene.args, scene.input_grads);
-    variable_list grads(scene.input_count);
+    variable_list grads(static_cast<size_t>(PyTuple_GET_SIZE(given->inputs)));
     for (size_t i = 0; i < scene.position.size(); ++i) {
       grads[scene.position[i]] = std::move(scene.input_grads[i]);
     }

@@ -42,7 +42,9 @@ uint32_t Walk::id_of(const Edge& edge) const {
 }
 
 uint32_t Walk::group_that_reads(uint32_t id, const zbp_plan& plan) const {
-  const bool is_read = (plan.flag[id] & ZBP_NODE_WEIGHTWARD) != 0 && has_consumers_[id];
+  const bool is_read = (plan.flag[id] & ZBP_NODE_WEIGHTWARD) != 0 &&
+                       std::any_of(graph_.edge, graph_.edge + graph_.edge_count,
+                                   [id](const zbp_edge& edge) { return edge.dst == id; });
   return is_read ? plan.group[id] : ZBP_NONE;
 }
 
@@ -88,10 +90,6 @@ void Walk::add_reachable() {
         check_status(zbp_graph_add_edge(&graph_, id, slot, next));
       }
     }
-  }
-  has_consumers_.resize(graph_.node_count);
-  for (uint32_t i = 0; i < graph_.edge_count; ++i) {
-    has_consumers_[graph_.edge[i].dst] = true;
   }
 }
 

@@ -52,7 +52,6 @@ class Walk {
   // Of the inputs' nodes with several outputs: which of them are inputs.
   std::unordered_map<const Node*, SmallVector<uint32_t, 2>> input_outputs_;
   std::vector<uint32_t> roots_;
-  std::vector<bool> has_consumers_;  // per node: edges of the graph lead to it
   zbp_graph& graph_;
 };
 

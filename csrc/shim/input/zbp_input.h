@@ -15,7 +15,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "core/base/zbp_status.h"
+#include "core/base/zbp_c.h"
 #include "core/pass/zbp_book.h"
 #include "core/pass/zbp_kind.h"
 #include "shim/torch/zbp_error.h"
@@ -52,7 +52,7 @@ ZBP_MUST_USE PyObject *zbp_input_call(const zbp_input_args *args, zbp_wrap wrap,
 /* Hands over function(*saved), which returns the gradients for `weights`; or calls it at once,
  * where no I runs the Function that calls this, or where I computes these gradients.
  *
- * function: callable.
+ * function: callable; or None, to ask: then a bool, True if work would be handed over here.
  * weights:  tuple of ints, the positions of the weights among the arguments of the running
  *           Function's forward; or None for all its weights, then the callable returns None.
  * saved:    tuple of anything; tensors in it are held as the tasks' other tensors are.
@@ -61,9 +61,5 @@ ZBP_MUST_USE PyObject *zbp_input_call(const zbp_input_args *args, zbp_wrap wrap,
  * for what nobody wants. Errors: ValueError (a position is none, nothing was called), or what the
  * callable raised. */
 PyObject *zbp_defer(PyObject *function, PyObject *weights, PyObject *saved, zbp_error *error);
-
-/* New bool: True if zbp_defer() would hand over work for `weights` here, False if it would call it
- * at once, or not at all. */
-PyObject *zbp_will_defer(PyObject *weights, zbp_error *error);
 
 ZBP_END_C

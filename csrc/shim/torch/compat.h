@@ -13,7 +13,6 @@
 
 #include <c10/core/Stream.h>
 #include <torch/csrc/autograd/edge.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/headeronly/version.h>
 #if __has_include(<torch/csrc/autograd/node.h>)
@@ -138,13 +137,6 @@ struct NodeParts : Node {
   static variable_list apply_to(Node& node, variable_list&& grads) {
     constexpr auto fn = static_cast<variable_list (Node::*)(variable_list&&)>(&NodeParts::apply);
     return (node.*fn)(std::move(grads));
-  }
-
-  /// As apply_to(), but what comes out does not know of what it is a view. In W's mode (no grad) a
-  /// view would keep its base, and with it look as if somebody else had its memory.
-  static variable_list apply_without_views_to(Node& node, variable_list&& grads) {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    return apply_to(node, std::move(grads));
   }
 
   /// Copies what the engine reads of a node: the metadata of its inputs and its forward thread.

@@ -12,7 +12,6 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/object_ptr.h>
 
-#include "core/base/zbp_status.h"
 #include "shim/torch/zbp_error.h"
 
 namespace zbp {

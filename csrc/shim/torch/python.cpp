@@ -35,14 +35,6 @@ void forget_error() {
   PyErr_Clear();
 }
 
-bool is_instance(PyObject* object, PyObject* type) {
-  const int answer = PyObject_IsInstance(object, type);
-  if (answer < 0) {
-    throw_error();
-  }
-  return answer == 1;
-}
-
 void append(PyObject* list, PyObject* value) {
   if (PyList_Append(list, checked(value)) < 0) {
     throw_error();
@@ -189,7 +181,7 @@ const SavedPlaces& saved_places_of(Node& node) {
 }  // namespace
 
 std::optional<Edge> as_gradient_edge(PyObject* object) {
-  if (!is_instance(object, THPGradientEdgeClass)) {
+  if (!PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(THPGradientEdgeClass))) {
     return std::nullopt;
   }
   THPObjectPtr node = checked(PyObject_GetAttrString(object, "node"));

@@ -23,8 +23,6 @@ THPObjectPtr checked(PyObject* object);
 /// Forgets the Python error that is set, if one is: what could not be asked is not so. But nobody's
 /// Ctrl-C is lost: that is thrown.
 void forget_error();
-/// isinstance(). Throws python_error.
-bool is_instance(PyObject* object, PyObject* type);
 /// Takes over `value`, which may be null with an error set. Throws python_error.
 void append(PyObject* list, PyObject* value);
 /// New; None for what is undefined. Throws python_error.

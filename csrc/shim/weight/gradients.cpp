@@ -26,9 +26,10 @@ namespace {
 
 // ---- products
 
-bool is_column_major(const std::vector<c10::SymInt>& sizes,
-                     const std::vector<c10::SymInt>& strides) {
-  return strides.size() == 2 && strides[0] == 1 && strides[1] == sizes[0];
+/// By the last two dimensions.
+bool is_column_major(c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides) {
+  const size_t d = strides.size();
+  return d >= 2 && strides[d - 2] == 1 && strides[d - 1] == sizes[d - 2];
 }
 
 /// True if a product's node computes its weight's gradient transposed. It does so for a
@@ -39,16 +40,15 @@ bool is_multiplied_transposed(Node& node, bool weight_is_left) {
     return weight_is_left ? is_column_major(n->mat1_sym_sizes, n->mat1_sym_strides)
                           : is_column_major(n->mat2_sym_sizes, n->mat2_sym_strides);
   }
+  const auto of = [weight_is_left](const auto& n) {
+    return weight_is_left ? is_column_major(n.self_sym_sizes, n.self_sym_strides)
+                          : is_column_major(n.mat2_sym_sizes, n.mat2_sym_strides);
+  };
   if (auto* n = as<gen::MmBackward0>(node)) {
-    return weight_is_left ? is_column_major(n->self_sym_sizes, n->self_sym_strides)
-                          : is_column_major(n->mat2_sym_sizes, n->mat2_sym_strides);
+    return of(*n);
   }
-  if (auto* n = as<gen::GroupedMmBackward0>(node)) {
-    const auto& sizes = weight_is_left ? n->self_sym_sizes : n->mat2_sym_sizes;
-    const auto& strides = weight_is_left ? n->self_sym_strides : n->mat2_sym_strides;
-    return is_column_major({sizes.end() - 2, sizes.end()}, {strides.end() - 2, strides.end()});
-  }
-  return false;  // products of batches are not
+  auto* n = as<gen::GroupedMmBackward0>(node);
+  return n && of(*n);  // products of batches are not
 }
 
 at::Tensor product_of(const at::Tensor& left, const at::Tensor& right) {
@@ -228,8 +228,7 @@ bool takes_product(const Weight& weight, zbp_how how) {
   return grad.defined() && !grad.requires_grad() && !grad.is_complex() &&
          is_subclass(grad) == is_subclass(variable) && grad.sizes().equals(variable.sizes()) &&
          (weight.main_grad.defined() || grad.scalar_type() == variable.scalar_type() ||
-          (how.fuse &&
-           c10::promoteTypes(grad.scalar_type(), variable.scalar_type()) == grad.scalar_type()));
+          (how.fuse && is_wider(grad.scalar_type(), variable.scalar_type())));
 }
 
 /// False, and nothing was done, if the face's gradient is no product or cannot be added so. The

@@ -106,15 +106,6 @@ void check_held(const Group& group, const Task& task, size_t g) {
          "weight pass, or leave the weight to the input pass with policy(exclude=[weight]).");
 }
 
-bool has_shape_of(const at::Tensor& weight, const torch::autograd::InputMetadata& then) {
-  if (weight.is_nested()) {
-    return true;
-  }
-  const auto sizes = c10::asIntArrayRefSlowOpt(then.shape_as_dim_vector());  // the quick way
-  const bool is_plain = sizes && !weight.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
-  return is_plain ? weight.sizes().equals(*sizes) : then.is_same_shape(weight);
-}
-
 /// Weights that somebody took away since I, and what W still needs of them.
 void check_there(const Group& group, size_t g) {
   bool is_one_emptied = false;
@@ -122,7 +113,8 @@ void check_there(const Group& group, size_t g) {
     AccumulateGrad& accumulator = *group.weights[w].accumulator;
     const at::Tensor& weight = accumulator.variable;
     is_one_emptied = is_one_emptied || is_emptied(weight);
-    if (!group.book.weight[w].is_added && !has_shape_of(weight, accumulator.input_metadata(0))) {
+    if (!group.book.weight[w].is_added && !weight.is_nested() &&
+        !accumulator.input_metadata(0).is_same_shape(weight)) {
       refuse(PyExc_RuntimeError, "the weight pass of param_groups[", g, "] adds a gradient of ",
              describe(Edge(group.weights[w].accumulator, 0)), " to a weight that has become ",
              describe(weight),
@@ -149,32 +141,34 @@ void check_there(const Group& group, size_t g) {
   }
 }
 
-void check_recomputed(c10::ArrayRef<Version> versions, size_t g) {
+void check_versions(c10::ArrayRef<Version> versions, size_t g, const char* what,
+                    const char* advice) {
   for (const Version& version : versions) {
     if (version.was_modified()) {
-      refuse_modified(g, version.describe(), version.seen(), version.now(),
-                      "would read to compute a checkpointed region again", "",
-                      "With checkpoint=\"recompute\", run the weight pass of all groups of a "
-                      "microbatch before weights or inputs change, or choose checkpoint=\"keep\".");
+      refuse_modified(g, version.describe(), version.seen(), version.now(), what, "", advice);
     }
   }
 }
 
+void check_recomputed(c10::ArrayRef<Version> versions, size_t g) {
+  check_versions(versions, g, "would read to compute a checkpointed region again",
+                 "With checkpoint=\"recompute\", run the weight pass of all groups of a microbatch "
+                 "before weights or inputs change, or choose checkpoint=\"keep\".");
+}
+
 void check_unmodified(const Group& group, size_t g) {
+  const auto check_packed = [g](const Packed& packed) { check_recomputed(packed.arguments, g); };
   for (const Task& task : group.tasks) {
     check_held(group, task, g);
-    for_each_packed(task, [g](const Packed& packed) { check_recomputed(packed.arguments, g); });
+    for_each_packed(task, check_packed);
   }
-  check_recomputed(group.arguments_outside, g);
-  for (const Version& version : group.saved_outside) {
-    if (version.was_modified()) {
-      refuse_modified(
-          g, version.describe(), version.seen(), version.now(),
-          "needs where its weights were computed", "",
-          "Run the weight pass before it changes, or leave the weight to the input pass "
-          "with policy(exclude=[weight]).");
-    }
+  for (const PackedPtr& packed : group.packed_outside) {
+    check_packed(*packed);
   }
+  check_versions(
+      group.saved_outside, g, "needs where its weights were computed",
+      "Run the weight pass before it changes, or leave the weight to the input pass with "
+      "policy(exclude=[weight]).");
 }
 
 /// Checks the weights that regions read which W computes again for the group.

@@ -12,7 +12,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "core/base/zbp_status.h"
+#include "core/base/zbp_c.h"
 #include "core/pass/zbp_book.h"
 #include "shim/torch/zbp_error.h"
 
