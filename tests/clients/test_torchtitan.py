@@ -1,6 +1,7 @@
 """torchtitan trains its debug model under the zero-bubble schedules, with nothing but ZBPIPE_PATCH=1 set, as it does
 without a pipeline, and as on torch's own module where that is right: of torchtitan's defaults it is not."""
 
+import copy
 import importlib.util
 import re
 import subprocess
@@ -13,6 +14,9 @@ import torch
 from clients.titan_cases import CASES
 from support.oracle import needs_zbpipe
 from support.processes import run_ranks
+
+import zbpipe
+from zbpipe._tasks import tasks_of  # which pass computes a weight's gradient
 
 TOO_OLD = torch.__version__ < (2, 14)
 NEWER = torch.__version__ >= (2, 16)
@@ -149,3 +153,32 @@ def test_training_moves_the_loss(name, runs):
     """Else equal losses would say nothing."""
     losses = finished(runs(name, "alone"))["loss"]
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("tokens", [(3, 0, 4, 1), (0, 0, 8, 0)])
+def test_its_grouped_experts_are_products(tokens):
+    """Their weights reach the products by a cast and a transposition."""
+    from torchtitan.models.common.moe import GroupedExperts
+
+    torch.manual_seed(0)
+    experts = GroupedExperts.Config(dim=16, hidden_dim=32, num_experts=len(tokens)).build()
+    for weight in experts.parameters():
+        torch.nn.init.normal_(weight, std=0.1)
+    whole = copy.deepcopy(experts)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (experts, whole)]
+    for _ in range(2):
+        for _ in range(2):
+            x = torch.randn(sum(tokens), 16, requires_grad=True)
+            ref = x.detach().clone().requires_grad_()
+            output = experts(x, torch.tensor(tokens))
+            grad = torch.randn_like(output)
+            _, groups = zbpipe.stage_backward_input([output], [grad], [x], experts.parameters())
+            assert [task[1] for group in groups for task in tasks_of(group)] == ["product"] * 3
+            zbpipe.stage_backward_weight(experts.parameters(), groups)
+            whole(ref, torch.tensor(tokens)).backward(grad)
+            assert torch.equal(x.grad, ref.grad)
+        for got, expected in zip(experts.parameters(), whole.parameters(), strict=True):
+            assert torch.equal(got.grad, expected.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()

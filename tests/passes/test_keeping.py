@@ -147,6 +147,24 @@ def post_hook(product):
     return forward
 
 
+def behind_a_product(kind):
+    """The product keeps what a hook behind it returns, of a node with a weight that hands its gradient on."""
+
+    def forward(m, x):
+        def doubles(grads, *_):
+            return (m.rows.copy_(grads[0] * 2), *grads[1:])
+
+        h = x @ m.w
+        h = h @ m.u if kind == "post" else h + m.t[0]
+        if kind == "tensor":
+            h.register_hook(lambda grad: doubles((grad,))[0])
+        else:
+            (h.grad_fn.register_hook if kind == "post" else h.grad_fn.register_prehook)(doubles)
+        return h.sin() @ m.t
+
+    return forward
+
+
 def module_hook(register, is_first=False):
     """A module's hook, which gives a buffer for the gradient of its output, or of its input."""
 
@@ -211,6 +229,7 @@ KEPT = {
     **{f"hook on {where}, past the counter": hook_on(where, past_the_counter) for where in ("product", "input", "sum")},
     "post hook": post_hook(torch.matmul),
     "post hook of a Function": post_hook(lambda x, w: gives(x, w, lambda x, w, g: (g @ w.t(), x.t() @ g))),
+    **{f"behind a product, {kind}": behind_a_product(kind) for kind in ("post", "pre", "tensor")},
     "module pre hook": module_hook("register_full_backward_pre_hook"),
     "module hook": module_hook("register_full_backward_hook"),
     "module hook on the input": module_hook("register_full_backward_hook", is_first=True),

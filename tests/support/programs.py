@@ -133,6 +133,7 @@ KEEPING = (
     "{n} = F.linear({x}, {w}, {v}); m.hook({n}, 'buffer pre')",
     "{n} = {x} @ {w}; m.hook({n}, 'buffer post')",
     "{n} = Ignoring.apply({x}, {w}, m); m.hook({n}, 'buffer post')",
+    "{n} = {x} + {v}; m.hook({n}, 'buffer pre')",
     "{n} = {x} + {y}; m.hook({n}, 'buffer between')",
     "{n} = {x}.sin(); m.hook(x0, 'buffer')",
     "{c} = {w} @ {u}; m.hook({c}, 'buffer')",

@@ -38,12 +38,13 @@ const size_t* number_in(torch::autograd::FunctionPreHook& hook) {
 }
 
 /// What is kept of what the node's hooks return is theirs no more.
-variable_list call_hooks_before(Node& node, variable_list&& grads) {
+variable_list call_hooks_before(Node& node, variable_list&& grads, bool skip_undefined = false) {
   if (!has_hooks(node)) {
     return std::move(grads);
   }
   const CameIn came_in(grads);
-  variable_list in = call_pre_hooks(node, call_tensor_hooks(node, std::move(grads)));
+  variable_list in =
+      call_pre_hooks(node, call_tensor_hooks(node, std::move(grads), skip_undefined));
   came_in.own(in);
   return in;
 }
@@ -121,8 +122,12 @@ variable_list call_pre_hooks(Node& node, variable_list grads) {
 }
 
 variable_list call_post_hooks(Node& node, variable_list outputs, const variable_list& inputs) {
-  for (const auto& hook : node.post_hooks()) {
-    outputs = (*hook)(outputs, inputs);
+  if (!node.post_hooks().empty()) {
+    const CameIn made(outputs);
+    for (const auto& hook : node.post_hooks()) {
+      outputs = (*hook)(outputs, inputs);
+    }
+    made.own(outputs);
   }
   return outputs;
 }
@@ -156,10 +161,6 @@ void StandIn::give_back_metadata() noexcept {
   if (original_ && std::exchange(has_metadata_, false)) {
     NodeParts::swap_anomaly_metadata(*original_, *this);
   }
-}
-
-std::string StandIn::name() const {
-  return original_ ? original_->name() : "zbpipe::StandIn";
 }
 
 variable_list StandIn::apply(variable_list&& grads) {
@@ -201,8 +202,7 @@ variable_list StandIn::run_split(Task& task, variable_list&& grads) {
 
 variable_list run_node(Node& node, Node& substitute, variable_list&& grads, bool release,
                        bool track_views, bool skip_undefined) {
-  variable_list in =
-      call_pre_hooks(node, call_tensor_hooks(node, std::move(grads), skip_undefined));
+  variable_list in = call_hooks_before(node, std::move(grads), skip_undefined);
   if (release) {
     node.will_release_variables();
   }
@@ -229,10 +229,9 @@ variable_list run_node(Node& node, Node& substitute, variable_list&& grads, bool
 variable_list StandIn::run_whole(Task& task, variable_list&& grads,
                                  SmallVector<uint32_t, 2>& somebodys) {
   Node& node = *original_;
-  const bool is_libtorchs = is_generated(node);
-  const bool is_asked = !is_libtorchs || has_hooks(node);
-  const CameIn came_in(is_asked ? grads : variable_list());
-  variable_list weights(group_->adds_to_main_grad && !is_libtorchs ? node.num_outputs() : 0);
+  const bool is_functions = !is_generated(node);
+  const CameIn came_in(is_functions ? grads : variable_list());
+  variable_list weights(group_->adds_to_main_grad && is_functions ? node.num_outputs() : 0);
   for (size_t f = 0; f < task.face.size() && !weights.empty(); ++f) {
     if (const int32_t w = task.plan(f).weight; w >= 0) {
       weights[task.plan(f).slot] = group_->weights[w].accumulator->variable;
@@ -246,7 +245,7 @@ variable_list StandIn::run_whole(Task& task, variable_list&& grads,
     if (!grad.defined()) {
       continue;
     }
-    if (is_asked && !came_in.has(grad)) {
+    if (is_functions && !came_in.has(grad)) {
       somebodys.push_back(task.plan().face_begin + static_cast<uint32_t>(f));
     }
     task.face[f].grad = Kept(grad);

@@ -8,7 +8,7 @@ namespace zbp {
 /// What the engine runs in the place of another node.
 class InPlaceOf : public Node {
  public:
-  std::string name() const override { return original_->name(); }
+  std::string name() const override { return original_ ? original_->name() : "zbpipe::StandIn"; }
 
  protected:
   InPlaceOf(NodePtr original, uint64_t sequence_nr)
@@ -16,7 +16,7 @@ class InPlaceOf : public Node {
     NodeParts::copy_identity(*original_, *this);
   }
 
-  NodePtr original_;
+  NodePtr original_;  // a stand-in's is null after its I
 
  private:
   friend Node& original_of(Node& node);
@@ -49,14 +49,12 @@ class StandIn : public InPlaceOf {
   Task& task() { return group_->tasks[task_]; }
   Group& group() const { return *group_; }
 
-  std::string name() const override;
-
  protected:
   variable_list apply(variable_list&& grads) override;
 
  private:
   variable_list run_split(Task& task, variable_list&& grads);
-  /// somebodys: gets those of its faces at which a Function or a hook has left its gradient.
+  /// somebodys: gets those of its faces at which a Function has left its gradient.
   variable_list run_whole(Task& task, variable_list&& grads, SmallVector<uint32_t, 2>& somebodys);
 
   void give_back_metadata() noexcept;
@@ -104,7 +102,7 @@ bool is_consumed(Node& node);
 
 /// The hooks of the tensors that `node` produced, which fire wherever a gradient reaches it, and
 /// those of the node, which fire where it runs; in the engine's order. skip_undefined: not those of
-/// tensors that have got no gradient here.
+/// tensors that have got no gradient here. What post hooks return and still have is copied.
 variable_list call_tensor_hooks(Node& node, variable_list grads, bool skip_undefined = false);
 variable_list call_pre_hooks(Node& node, variable_list grads);
 variable_list call_post_hooks(Node& node, variable_list outputs, const variable_list& inputs);
