@@ -145,6 +145,17 @@ def host_time() -> str:
     return f"{markdown(header, rows)}\n\nOn torch {NEWEST}, in the same order: {ratios}."
 
 
+def operations() -> str:
+    measured, stacks = figures("operations"), ("4", "16", "64")
+    kinds = list(dict.fromkeys(stack.partition(", ")[2] for stack in measured))
+
+    def of(kind: str, side: str) -> str:
+        return " / ".join(times(measured[f"{layers}, {kind}"][side]["ratio"]["median"]) for layers in stacks)
+
+    rows = [[kind, of(kind, "zbpipe"), of(kind, "torch")] for kind in kinds]
+    return markdown(["layers of", "zbpipe I + W", "torch I + W"], rows)
+
+
 def instructions() -> str:
     rows = [
         [
@@ -352,6 +363,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"in_short": in_short},
     "docs/numbers.md": {
         "host_time": host_time,
+        "operations": operations,
         "instructions": instructions,
         "step_overhead": step_overhead,
         "memory": memory,
