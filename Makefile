@@ -92,6 +92,7 @@ test-clients: ## torchtitan, PEFT and the like, in every configuration, on the n
 	$(MAKE) clients TORCH_VERSION=newest
 
 clients: $(VENV)/.built $(VENV)/.extras-test $(VENV)/.clients
+	export TRITON_INTERPRET=$(if $(wildcard /dev/nvidia0),0,1); \
 	$(PYTEST) -m "long or not long" -o faulthandler_timeout=3000 clients schedules/test_models.py schedules/test_differential.py
 
 test-all: test mutants test-system test-long test-clients ## all of these, one after the other: hours
