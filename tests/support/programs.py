@@ -45,7 +45,6 @@ OPERATIONS = (
     "{n} = convolved({x}, {f}, {v}, transposed=True)",
     "{n} = convolved({x}, {f} + {v}.unsqueeze(1), {s})",
     "{n} = F.conv2d({x}[None, None], {f}[:1, :1].unsqueeze(2), {v}[:1], stride=1, padding=(0, 1)).view(ROWS, WIDTH)",
-    "{n} = convolved({x}, {f}, {v}); m.hook({n}, 'post')",
 )
 # Matrices that are computed: {c} is the new one's name, and later lines may take it for a weight.
 COMPUTED = (
@@ -141,7 +140,9 @@ KEEPING = (
 )
 # What is kept here may be what a product saves, which is a limit: W refuses what was written.
 LIMITS = ("'activation')", "'buffer between'")
+# None of these within regions: hooks are told apart by the order in which a forward registers them.
 HOOKS = (
+    "{n} = convolved({x}, {f}, {v}); m.hook({n}, 'post')",
     "{n} = {x} * 1.0; m.hook({n}, 'register_hook')",
     "{n} = {x} @ {w}; m.hook({n}, 'register_hook')",
     "{n} = {x} @ {w}; m.hook({n}, 'changes')",
