@@ -61,25 +61,22 @@ def word(groups: Iterable[ParamGroup], inner: Iterable[torch.Tensor]) -> str:
     policy = get_policy()
     if policy.defer == "nothing" or policy.checkpoint == "input_pass":
         return ""
-    remedies: dict[str, None] = {}
-    in_w, in_i = set[torch.Tensor](), dict[torch.Tensor, set[tuple[str, str]]]()
+    in_w, in_i = set[torch.Tensor](), dict[torch.Tensor, set[tuple[str, str, str]]]()
     kept: dict[int, int] = {}  # bytes by storage
     for node, kind, why, _, faces, tensors in (task for group in groups for task in tasks_of(group)):
-        in_i_too = set[torch.Tensor]()
-        for role, place, size, *_, weights in tensors:
-            if role == "kept gradient":
-                in_i_too.update(weights)
-                kept[place] = size
+        of_i = [tensor for tensor in tensors if tensor[0] == "kept gradient"]
+        kept |= {place: size for _, place, size, *_ in of_i}
         for weight in _matrices(weight for *_, weights in faces for weight in weights):
-            if kind == "handed over" and weight in in_i_too:
-                in_i.setdefault(weight, set()).add((node, "its gradient is returned beside what is handed over"))
-            elif kind != "whole":
-                in_w.add(weight)
-            elif why in _REMEDIES and not node.startswith(_LIGHT):
-                in_i.setdefault(weight, set()).add((node, place_of(node, kind, why, policy.defer)[1]))
-                remedies[_REMEDIES[why]] = None
-    inner = {weight for weight in inner if weight not in in_w and weight not in in_i}
+            if kind == "handed over" and any(weight in weights for *_, weights in of_i):
+                use = node, "its gradient is returned beside what is handed over", ""
+            elif kind == "whole" and why in _REMEDIES and not node.startswith(_LIGHT):
+                use = node, place_of(node, kind, why, policy.defer)[1], _REMEDIES[why]
+            else:
+                in_w |= {weight} if kind != "whole" else set()
+                continue
+            in_i.setdefault(weight, set()).add(use)
     in_i = {weight: uses for weight, uses in in_i.items() if weight not in in_w}
+    inner = set(inner) - in_w - in_i.keys()
     every = [*in_w, *in_i, *inner]
     if _elements(in_w) >= ENOUGH * _elements(every):
         return ""
@@ -88,7 +85,8 @@ def word(groups: Iterable[ParamGroup], inner: Iterable[torch.Tensor]) -> str:
         f"{100 * _elements(in_w) / _elements(every):.0f} % of their elements, so it fills next to no bubble"
     ]
     uses = Counter(use for weight in in_i for use in in_i[weight])
-    parts += [f"{count} by {node}: {reason}" for (node, reason), count in uses.most_common(4)]
+    parts += [f"{count} by {node}: {reason}" for (node, reason, _), count in uses.most_common(4)]
+    remedies = dict.fromkeys(remedy for *_, remedy in uses if remedy)
     if inner:
         remedies["checkpoint with use_reentrant=False"] = None
         parts.append(f"{len(inner)} by a backward within the input pass, as a reentrant checkpoint's")

@@ -36,19 +36,18 @@ def _into_main_grad(added: set[Any], run: Callable[[], Any], outputs: Sequence[A
     for weight in weights:
         if weight.main_grad.shape != weight.shape:
             raise ValueError(f"a weight of {list(weight.shape)} has a main_grad of {list(weight.main_grad.shape)}")
-    before = [(weight.grad, getattr(weight, main_grad.FLAG, None)) for weight in weights]
+    before, watched = [weight.grad for weight in weights], main_grad.watch(weights)
     for weight in weights:
         weight.grad = None
-        main_grad.set_flag(weight, False)
     try:
         return run()
     finally:
-        for weight, (grad, flag) in zip(weights, before, strict=True):
-            is_added = getattr(weight, main_grad.FLAG, False)
-            if weight.grad is not None and not is_added:
+        by_kernels = main_grad.added(watched)
+        main_grad.unwatch(watched)
+        for number, (weight, grad) in enumerate(zip(weights, before, strict=True)):
+            if weight.grad is not None and number not in by_kernels:
                 with torch.no_grad():
                     weight.main_grad.add_(weight.grad)
-            if weight.grad is not None or is_added:
+            if weight.grad is not None or number in by_kernels:
                 added.add(weight)
             weight.grad = grad
-            main_grad.set_flag(weight, flag)
