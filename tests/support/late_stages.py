@@ -74,6 +74,12 @@ class ToHost(torch.autograd.Function):
         return (grad * w).expand_as(x).contiguous(), (grad * x).sum(0)
 
 
+def grouped(m, x):
+    """Rows of two experts, whose ends are on the device."""
+    ends = torch.tensor([ROWS // 2, ROWS], dtype=torch.int32).to(x.device)
+    return torch._grouped_mm(torch._grouped_mm(x, m.up, offs=ends).relu(), m.down.mT, offs=ends)
+
+
 def branches(m, x):
     """Two branches, each on a stream of its own, share a matrix and a scale."""
 
@@ -103,6 +109,7 @@ STAGES = {
         convolution=lambda: nn.Conv1d(2, 3, 3, padding=1),
         out=lambda: nn.Linear(12, WIDTH),
     ),
+    "grouped": of(grouped, up=(2, WIDTH, 2 * WIDTH), down=(2, WIDTH, 2 * WIDTH)),
     "batched": of(batched, experts=(2, 4, 5), inner=(5, 4)),
     "checkpointed": of(lambda m, x: m.out(again(m.block, x)), block=mlp, out=linear),
     "dropout": of(lambda m, x: m.out(nn.functional.dropout(m.inner(x), 0.5)), inner=linear, out=linear),
