@@ -3,7 +3,7 @@
 It needs CUDA, a compiler, and a Python with torch, pytest, setuptools and ninja; no network, no installed zbpipe, no
 NCCL. It builds zbpipe in place for the installed torch. It runs the tests that are marked cuda. It runs the tests of
 the passes, the policy, kernels and compiled stages with tensors on the device. It runs schedules with all stages on one
-rank. It measures host time, memory, products and whole steps. After each part it writes the results so far to
+rank. It measures host time, experts, memory, products and whole steps. After each part it writes the results so far to
 benchmarks/results/gpu-*.json, with a line for README's status. --device cpu rehearses all that with the CPU in the
 device's place, and writes to build/.
 
@@ -37,6 +37,7 @@ PARTS = {
     "with tensors on the device": 300,
     "all stages on one rank": 60,
     "host time": 90,
+    "experts": 30,
     "memory and products": 150,
     "whole steps": 60,
     "checkpointed steps": 80,
@@ -213,6 +214,7 @@ def main():
         gpu.pytest("with tensors on the device", *plugin, *ON_THE_DEVICE, ZBPIPE_DEVICE=given.device)
         gpu.pytest("all stages on one rank", *plugin, *ON_ONE_RANK, ZBPIPE_DEVICE=given.device)
         gpu.measure("host time", "split.py", "--only", "host_time", "--repeat", "5", "--blocks", *BLOCKS)
+        gpu.measure("experts", "experts.py")
         gpu.measure("memory and products", "split.py", "--only", "memory", "--repeat", "5")
         gpu.measure("whole steps", "step_overhead.py", "--ranks", "1", "--blocks", "16")
         gpu.measure("checkpointed steps", "checkpointed.py", "--ranks", "1", *SIZES[given.device == "cpu"])
