@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.functions import FailsAt
 from support.oracle import Stage, at_once, check, fresh, late, needs_zbpipe, random_input, weight, zb
 from torch import nn
 from torch.profiler import profile
@@ -119,6 +120,19 @@ def test_a_hook_that_raises_leaves_the_rest_to_a_retry():
     with pytest.raises(ZeroDivisionError):
         zb.stage_backward_weight(stage.parameters(), groups)
     handle.remove()
+    zb.stage_backward_weight(stage.parameters(), groups)
+    torch.testing.assert_close([w.grad for w in stage.parameters()], list(expected), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["2D x 3D, float32", "strided, dilated"])
+def test_an_operation_that_fails_in_w_is_called_again(name):
+    stage, make_input = EVERY[name]()
+    expected = torch.autograd.grad(stage(last := make_input()).sum(), list(stage.parameters()))
+    groups = run(stage, lambda: last)
+    fails = FailsAt(0, torch.ops.aten._grouped_mm, torch.ops.aten.convolution_backward)
+    with fails, pytest.raises(torch.OutOfMemoryError, match="planted"):
+        zb.stage_backward_weight(stage.parameters(), groups)
+    assert all(w.grad is None for w in stage.parameters())
     zb.stage_backward_weight(stage.parameters(), groups)
     torch.testing.assert_close([w.grad for w in stage.parameters()], list(expected), rtol=0, atol=0)
 
