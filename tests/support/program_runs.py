@@ -397,7 +397,7 @@ class Judged:
         kept = self.split.stage.kept
         assert kept.keys() == self.whole.stage.kept.keys()
         for key, tensor in self.whole.stage.kept.items():
-            if key[1] not in self.dropped:
+            if key[1] not in self.dropped and not self.failed_weights:  # what is retained twice is added
                 self.close(kept[key].grad, tensor.grad, f"retained gradient {key}", tolerance)
 
     def keeps_itself(self):
