@@ -26,8 +26,8 @@ def around(module: Any, backward_type: str, param_groups: Iterable[Any]) -> Iter
 
 def around_own(param_groups: Iterable[ParamGroup]) -> contextlib.AbstractContextManager[None]:
     """A context for W in a loop of one's own."""
-    weights = (weight for group in param_groups for weight in served_by(group))
-    return _around_weight_pass(fsdp.states_of(weights), param_groups)
+    states = fsdp.states_of(weight for group in param_groups for weight in served_by(group))
+    return _around_weight_pass(states, param_groups) if states else contextlib.nullcontext()
 
 
 def served_by(group: ParamGroup) -> tuple[torch.Tensor, ...]:

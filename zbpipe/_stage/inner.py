@@ -1,7 +1,7 @@
 """Backwards within a pass, such as a reentrant checkpoint's, under ``policy(main_grad=True)``."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,13 +11,14 @@ from zbpipe._policy import Policy
 from zbpipe._torch import autograd, main_grad
 
 
-@contextmanager
-def backwards(policy: Policy) -> Iterator[None]:
+def backwards(policy: Policy) -> AbstractContextManager[None]:
     """A context of a pass. Under ``main_grad=True`` it moves to ``main_grad`` what backwards within the pass add to
     ``.grad``, such as a reentrant checkpoint's."""
-    if not policy.main_grad:
-        yield
-        return
+    return _into_main_grads() if policy.main_grad else nullcontext()
+
+
+@contextmanager
+def _into_main_grads() -> Iterator[None]:
     added: set[Any] = set()
     try:
         with autograd.inner_backwards_through(partial(_into_main_grad, added)):

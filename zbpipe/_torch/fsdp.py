@@ -44,10 +44,11 @@ def shards() -> set[int]:
 
 def states_of(weights: Iterable[torch.Tensor]) -> list[list[Any]]:
     """The same, of each module whose gathered weights are among these."""
-    params = ((param, state) for param, state in _params(_all_states()) if hasattr(param, "_unsharded_param"))
+    params = [(param, state) for param, state in _params(_all_states()) if hasattr(param, "_unsharded_param")]
+    if not params:
+        return []
     states = {id(param._unsharded_param): state._state_ctx.all_states for param, state in params}
-    served = map(id, weights if states else ())
-    return list({id(states[weight]): states[weight] for weight in served if weight in states}.values())
+    return list({id(states[weight]): states[weight] for weight in map(id, weights) if weight in states}.values())
 
 
 def end_backward(states: list[Any]) -> None:
