@@ -69,7 +69,7 @@ def machine() -> str:
     """The machines of all tables. Each ratio is of one run, and so of one machine."""
     tables = {
         "host_time": "host time",
-        "operations": "grouped products and convolutions",
+        "operations": "experts, convolutions",
         "step_overhead": "whole steps",
         "memory": "memory and products",
         "instructions": "instructions",

@@ -15,7 +15,7 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 import zbpipe
-from zbpipe import _C
+from zbpipe import _C  # what a compiled backward asks before it cuts itself in two
 
 pytestmark = oracle.needs_zbpipe  # torch's module takes no work over
 

@@ -3,8 +3,8 @@
  * functions return.
  *
  * A status: 0 is success, negative is an error. "Absent" is a value, never an error. After an error
- * the object is what it was before the call, unless the function's own contract says otherwise. What
- * an argument must be is the caller's to see to: the core checks nothing of it.
+ * the object is what it was before the call, unless the function's own contract says otherwise.
+ * What an argument must be is the caller's to see to: the core checks nothing of it.
  */
 #pragma once
 

@@ -108,8 +108,9 @@ variable_list call_pre_hooks(Node& node, variable_list grads);
 variable_list call_post_hooks(Node& node, variable_list outputs, const variable_list& inputs);
 
 /// Runs `node` as the engine does, with all its hooks and its edges as they are. substitute: the
-/// node that the engine runs in its place. Without `track_views`, what comes out of a node that only
-/// changes the layout does not know of what it is a view: see along_path(). skip_undefined: as above.
+/// node that the engine runs in its place. Without `track_views`, what comes out of a node that
+/// only changes the layout does not know of what it is a view: see along_path(). skip_undefined: as
+/// above.
 variable_list run_node(Node& node, Node& substitute, variable_list&& grads, bool release,
                        bool track_views = true, bool skip_undefined = false);
 

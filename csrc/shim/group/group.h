@@ -216,8 +216,8 @@ struct Group : zbp_group, std::enable_shared_from_this<Group> {
   Streams streams;
   SmallVector<Weight, 2> weights;
   std::vector<Outside> outside;
-  // What I has still to see to: what such a node has saved behind hooks, or as a view that keeps its
-  // base for nothing; by its number among the saver's.
+  // What I has still to see to: what such a node has saved behind hooks, or as a view that keeps
+  // its base for nothing; by its number among the saver's.
   std::vector<std::pair<NodePtr, size_t>> unpinned_outside;
   std::vector<PackedPtr> packed_outside;  // what W computes again for such nodes
   std::vector<Version> saved_outside;     // by nodes outside the closure

@@ -30,8 +30,8 @@ std::optional<Edge> edge_of(PyObject* output, size_t i) {
   return edge;
 }
 
-/// `given`: null where no gradients were given at all. False for an output that could take a gradient
-/// and was given none.
+/// `given`: null where no gradients were given at all. False for an output that could take a
+/// gradient and was given none.
 bool add_output(InputPassArgs& args, size_t i, PyObject* output, PyObject* given) {
   const at::Tensor* tensor = as_tensor(output);
   std::optional<Edge> edge = edge_of(output, i);
