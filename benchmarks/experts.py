@@ -11,42 +11,29 @@ import argparse
 import itertools
 
 import torch
+from bench.host_time import Experts
 from bench.results import add_argument, now, spread, write
 from torch import nn
 
 import zbpipe
 from zbpipe._formatting import table
 
-SIZES = {"cuda": (4, 8, 2048, 4096, 16384), "cpu": (2, 2, 16, 32, 64)}  # layers, experts, width, inner, tokens
-
-
-class Layer(nn.Module):
-    def __init__(self, experts: int, width: int, inner: int) -> None:
-        super().__init__()
-        self.up = nn.Parameter(torch.randn(experts, inner, width, dtype=torch.bfloat16) / width**0.5)
-        self.down = nn.Parameter(torch.randn(experts, width, inner, dtype=torch.bfloat16) / inner**0.5)
-
-    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        hidden = nn.functional.silu(torch._grouped_mm(x, self.up.mT, offs=ends))
-        return x + torch._grouped_mm(hidden, self.down.mT, offs=ends)
+SIZES = {"cuda": (4, 8, 2048, 2048), "cpu": (2, 2, 16, 32)}  # layers, experts, width, rows of each expert
 
 
 class Stage:
     def __init__(self, device: str) -> None:
-        layers, experts, width, inner, tokens = SIZES[torch.device(device).type]
+        layers, experts, width, rows = SIZES[torch.device(device).type]
         torch.manual_seed(0)
         self.device = device
-        self.layers = nn.ModuleList(Layer(experts, width, inner) for _ in range(layers)).to(device)
-        rows = tokens // experts
-        self.ends = torch.arange(rows, tokens + 1, rows, dtype=torch.int32, device=device)
-        self.x = torch.randn(tokens, width, dtype=torch.bfloat16, device=device)
+        stack = [Experts(torch.bfloat16, experts, width, rows) for _ in range(layers)]
+        self.module = nn.Sequential(*stack).to(device)
+        self.x = torch.randn(experts * rows, width, dtype=torch.bfloat16, device=device)
         self.grad = torch.randn_like(self.x)
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
-        x = out = self.x.clone().requires_grad_()
-        for layer in self.layers:
-            out = layer(out, self.ends)
-        return x, out
+        x = self.x.clone().requires_grad_()
+        return x, self.module(x)
 
     def unsplit(self) -> list[float]:
         _, out = self.forward()

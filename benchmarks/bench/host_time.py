@@ -50,15 +50,15 @@ class Layer(nn.Module):
 
 
 class Experts(nn.Module):
-    """Two grouped products, whose rows are sorted by expert."""
+    """Two grouped products, whose rows are sorted by expert, and as many for each."""
 
     ends: torch.Tensor
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, experts: int = HEADS, width: int = WIDTH, rows: int = TOKENS) -> None:
         super().__init__()
-        self.up = nn.Parameter(torch.randn(HEADS, WIDTH, 2 * WIDTH, dtype=dtype) / WIDTH)
-        self.down = nn.Parameter(torch.randn(HEADS, 2 * WIDTH, WIDTH, dtype=dtype) / WIDTH)
-        self.register_buffer("ends", torch.tensor([TOKENS, BATCH * TOKENS], dtype=torch.int32))
+        self.up = nn.Parameter(torch.randn(experts, width, 2 * width, dtype=dtype) / width)
+        self.down = nn.Parameter(torch.randn(experts, 2 * width, width, dtype=dtype) / width)
+        self.register_buffer("ends", torch.arange(1, experts + 1, dtype=torch.int32) * rows)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch._grouped_mm(x, self.up, offs=self.ends)

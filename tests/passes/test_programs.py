@@ -6,7 +6,6 @@ import warnings
 
 import pytest
 import torch
-import torch._dynamo
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from support.oracle import needs_zbpipe
 from support.program_runs import Passes, judge

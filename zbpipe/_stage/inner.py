@@ -14,11 +14,11 @@ from zbpipe._torch import autograd, main_grad
 def backwards(policy: Policy) -> AbstractContextManager[None]:
     """A context of a pass. Under ``main_grad=True`` it moves to ``main_grad`` what backwards within the pass add to
     ``.grad``, such as a reentrant checkpoint's."""
-    return _into_main_grads() if policy.main_grad else nullcontext()
+    return _moving() if policy.main_grad else nullcontext()
 
 
 @contextmanager
-def _into_main_grads() -> Iterator[None]:
+def _moving() -> Iterator[None]:
     added: set[Any] = set()
     try:
         with autograd.inner_backwards_through(partial(_into_main_grad, added)):
@@ -37,18 +37,19 @@ def _into_main_grad(added: set[Any], run: Callable[[], Any], outputs: Sequence[A
     for weight in weights:
         if weight.main_grad.shape != weight.shape:
             raise ValueError(f"a weight of {list(weight.shape)} has a main_grad of {list(weight.main_grad.shape)}")
-    before, watched = [weight.grad for weight in weights], main_grad.watch(weights)
+    before = [(weight.grad, getattr(weight, main_grad.FLAG, None)) for weight in weights]
     for weight in weights:
         weight.grad = None
+        main_grad.set_flag(weight, False)
     try:
         return run()
     finally:
-        by_kernels = main_grad.added(watched)
-        main_grad.unwatch(watched)
-        for number, (weight, grad) in enumerate(zip(weights, before, strict=True)):
-            if weight.grad is not None and number not in by_kernels:
+        for weight, (grad, flag) in zip(weights, before, strict=True):
+            is_added = getattr(weight, main_grad.FLAG, False)
+            if weight.grad is not None and not is_added:
                 with torch.no_grad():
                     weight.main_grad.add_(weight.grad)
-            if weight.grad is not None or number in by_kernels:
+            if weight.grad is not None or is_added:
                 added.add(weight)
             weight.grad = grad
+            main_grad.set_flag(weight, flag)
