@@ -19,7 +19,7 @@ OF_PYTHON := $(if $(filter python3,$(PYTHON)),,-$(or $(shell $(PYTHON) -c 'impor
 	$(error PYTHON=$(PYTHON) does not run: name a Python 3.10 or newer)))
 VENV := .venv$(patsubst -2.13.0,,-$(TORCH)$(OF_PYTHON))
 RUN := $(abspath $(VENV))/bin/python
-BUILD_FILES := pyproject.toml setup.py zbpipe/_version.py $(wildcard hook/*)
+BUILD_FILES := pyproject.toml setup.py zbpipe/_version.py $(wildcard _zbpipe_hook/*.py)
 C_FILES := $(wildcard csrc/*/*.[ch] csrc/*/*/*.[ch] csrc/*/*/*.cpp)
 C_STYLE := $(wildcard csrc/core/*/*.[ch] csrc/pass/*.[ch] csrc/bindings/*.[ch] csrc/shim/*/zbp_*.h csrc/instruments/core/*.[ch] \
 	csrc/instruments/bindings/*.c csrc/instruments/shim/zbp_*.h tests/c/*.[ch])
@@ -38,22 +38,24 @@ help: ## show this list
 # Set-up. Each stamp in the virtual environment says that its step is done.
 
 $(RUN):
+	@$(PYTHON) -c 'import sys; old = sys.version_info < (3, 10); \
+		sys.exit(f"zbpipe needs Python 3.10 or newer, and {sys.executable} is {sys.version.split()[0]}" if old else 0)'
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.torch-$(TORCH): | $(RUN)
 	$(RUN) tools/env.py torch $(TORCH)
 	@touch $@
 
-# pip installs the tree when the build itself changes; the compiler compiles what changed.
+# The compiler compiles what changed; pip installs the tree when the build itself changes.
 $(VENV)/.built: $(VENV)/.torch-$(TORCH) $(BUILD_FILES) $(C_FILES)
-	@set -e; export ZBPIPE_WERROR=1; mkdir -p build; log=build/build$(VENV:.venv%=%).log; \
+	@set -eo pipefail; export ZBPIPE_WERROR=1; mkdir -p build; log=build/build$(VENV:.venv%=%).log; \
+	echo "building zbpipe for torch $(TORCH), some minutes of CPU:"; \
+	{ $(RUN) setup.py --quiet build_ext --inplace 2>&1 | tee $$log | sed -un 's|^\[\([0-9]*\)/\([0-9]*\)\] .*|  part \1 of \2|p'; } || \
+		{ cat $$log; exit 1; }; \
 	if [ ! -e $(VENV)/.installed ] || [ -n "$$(find $(BUILD_FILES) -newer $(VENV)/.installed)" ]; then \
-		echo "building zbpipe for torch $(TORCH) and installing it into $(VENV)"; \
+		echo "installing it into $(VENV)"; \
 		$(RUN) -m pip install --quiet --no-build-isolation --no-deps --force-reinstall --editable .; \
 		touch $(VENV)/.installed; \
-	else \
-		echo "building zbpipe for torch $(TORCH)"; \
-		$(RUN) setup.py --quiet build_ext --inplace >$$log 2>&1 || { cat $$log; exit 1; }; \
 	fi
 	@touch $@
 

@@ -13,6 +13,9 @@ import sys
 import sysconfig
 from pathlib import Path
 
+if sys.version_info < (3, 10):  # noqa: UP036
+    raise SystemExit(f"zbpipe needs Python 3.10 or newer, and {sys.executable} is {sys.version.split()[0]}.")
+
 from setuptools import Distribution, setup
 
 PYTHON = sys.implementation.cache_tag
@@ -60,17 +63,23 @@ def units(folder):
 
 
 def check_compilers(compiler):
-    """Raises SystemExit if a compiler is missing."""
+    """Raises SystemExit if a compiler is missing, or Python's headers are."""
     for variable, command in ("CC", compiler.compiler_so[0]), ("CXX", (os.environ.get("CXX") or "c++").split()[0]):
         if shutil.which(command) is None:
             raise SystemExit(
                 f"zbpipe: there is no compiler {command!r}: install gcc and g++ (Debian: apt-get install "
                 f"build-essential), or name another in {variable}."
             )
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        raise SystemExit(
+            f"zbpipe: there is no Python.h in {sysconfig.get_path('include')}: install the headers of this Python "
+            "(Debian: apt-get install python3-dev)."
+        )
 
 
 def extension():
     """The arguments of setup() that need torch: the extension module and the command that builds it."""
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # a zbpipe that is broken must not stop its own build
     try:
         import torch
         from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths
@@ -126,6 +135,12 @@ def extension():
             super().build_extension(ext)
             library = Path(self.get_ext_fullpath(ext.name))
             library.with_name(f"{PYTHON}.json").write_text(json.dumps(build, indent=1) + "\n")
+
+        def run(self):
+            super().run()
+            # Where Python runs in the clone, the tree comes before what is installed.
+            if not self.inplace and not SANITIZE:
+                self.copy_extensions_to_source()
 
         def copy_extensions_to_source(self):
             made = Path(self.get_ext_filename(self.extensions[0].name)).with_name(f"{PYTHON}.json")

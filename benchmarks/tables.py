@@ -104,25 +104,46 @@ def in_short() -> str:
 
     time = " / ".join(times(sides["keep"]["step"]["median"]) for sides in zbv)
     again = {side: f"{zbv[0][side]['computed']:g}" for side in ("torch", "keep", "recompute")}
+    plain = [demo_of(PINNED)[name] for name in ("ZBV", "Interleaved zero bubble", "DualPipeV")]
+
+    def in_demo(what: str) -> str:
+        return " / ".join(times(sides["zbpipe"][what] / sides["torch"][what]) for sides in plain)
+
     rows = [
-        ["time of a ZBV step with checkpointed blocks, on 2 / 4 / 8 ranks", "1x", time],
-        ["peak memory of that step, by default", "1x", peak("keep")],
+        [
+            "nothing checkpointed (`make demo`): time of a step of ZBV / interleaved zero bubble / DualPipeV",
+            "1x",
+            in_demo("seconds"),
+        ],
+        ["— peak memory", "1x", in_demo("peak")],
+        ["every block checkpointed: time of a ZBV step on 2 / 4 / 8 ranks", "1x", time],
+        ['— peak memory with `checkpoint="keep"`, the default', "1x", peak("keep")],
         ['— with `checkpoint="recompute"`', "1x", peak("recompute")],
         ['— with `checkpoint="input_pass"`', "1x", peak("input_pass")],
         [
-            "recomputations of each checkpointed block, per microbatch",
+            "— recomputations of a block, per microbatch (torch: once per group of weights)",
             again["torch"],
             f'{again["keep"]}; {again["recompute"]} with `"recompute"`',
         ],
-        ["time of a ZBV step on 2 ranks, stages of 64 tiny blocks", "1x", times(deepest)],
+        ["many tiny operations: time of a ZBV step on 2 ranks, 64 blocks of width 8 a stage", "1x", times(deepest)],
         [
-            "host time of I + W, relative to an unsplit backward, 16 / 64 / 256 blocks",
+            "host time of I + W, relative to an unsplit backward, 16 / 64 / 256 blocks of width 16",
             host_of("torch"),
             host_of("zbpipe"),
         ],
         ["memory held from I to W by one microbatch of 4 transformer blocks", *(f"{of} MB" for of in held)],
     ]
     return markdown(["", "torch's module", "zbpipe"], rows)
+
+
+def picture() -> str:
+    """The caption of docs/pictures/timeline.svg."""
+    made = json.loads((ROOT / "docs" / "pictures" / "timeline.json").read_text())
+    torchs, ours = (max(end for rank in made["ms"][side] for *_, end in rank) for side in ("torch", "zbpipe"))
+    return (
+        f"One step of ZBV on two ranks, with every block checkpointed, the median of nine: {torchs:.0f} ms on torch's "
+        f"module, {ours:.0f} ms on zbpipe ({times(ours / torchs)}; torch {made['torch']}, on a CPU)."
+    )
 
 
 # docs/numbers.md.
@@ -361,7 +382,8 @@ def leaks() -> str:
 
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"in_short": in_short},
+    "README.md": {"picture": picture, "in_short": in_short},
+    "docs/index.md": {"picture": picture},
     "docs/numbers.md": {
         "host_time": host_time,
         "operations": operations,

@@ -83,6 +83,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if is_system(item.path):
             item.add_marker(pytest.mark.system)
+        if "drops_groups" in item.keywords:
+            item.add_marker(pytest.mark.filterwarnings("ignore:a parameter group was freed:ResourceWarning"))
     slow = {item.path for item in items if {"slow", "dist"} & item.keywords.keys()}
     items.sort(key=lambda item: (item.path.parent.name != "leaks", item.path not in slow))
     if not torch.cuda.is_available():

@@ -119,7 +119,7 @@ class Run:
         report = FOLDER / f"{name.replace(' ', '_')}.xml"
         report.unlink(missing_ok=True)
         options = ["-c", ROOT / "pyproject.toml", "--rootdir", ROOT, "-q", "--tb=short", "-p", "no:cacheprovider"]
-        options += ["-p", "zbpipe_pytest", f"--junitxml={report}"]
+        options += ["-p", "_zbpipe_hook.plugin", f"--junitxml={report}"]
         if self.jobs > 1 and importlib.util.find_spec("xdist"):
             options += ["-p", "xdist", "-n", self.jobs, "--dist", "loadfile"]
         part = self.part(name, [["-m", "pytest", *options, *arguments]], cwd=ROOT / "tests", **env)

@@ -22,6 +22,9 @@ from zbpipe import _first_aid, _native
 _first_aid.watch_import()
 _build = _native.load()
 
+# First, so that the error for a wrong ZBPIPE_POLICY comes with few frames.
+from zbpipe._policy import Policy, get_policy, policy, set_policy  # noqa: E402, I001
+
 from zbpipe import memory  # noqa: E402
 from zbpipe._C import ParamGroup  # noqa: E402
 from zbpipe._compile import compile as compile  # noqa: E402
@@ -29,7 +32,6 @@ from zbpipe._explain.result import Explanation  # noqa: E402
 from zbpipe._explain.run import explain  # noqa: E402
 from zbpipe._kernels.defer import defer  # noqa: E402
 from zbpipe._patch import is_patched, patch, unpatch  # noqa: E402
-from zbpipe._policy import Policy, get_policy, policy, set_policy  # noqa: E402
 from zbpipe._version import __version__ as __version__  # noqa: E402
 from zbpipe.passes import stage_backward, stage_backward_input, stage_backward_weight  # noqa: E402
 from zbpipe.release import deallocate_output, make_viewless, release_storage  # noqa: E402

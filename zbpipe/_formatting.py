@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _BYTES = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "bytes"))
 OPERATIONS = ((10**12, "TFLOP"), (10**9, "GFLOP"), (10**6, "MFLOP"), (10**3, "kFLOP"), (1, "FLOP"))
@@ -13,6 +13,11 @@ _WORDS_AND_NUMBERS = (str, int, float, bool, type(None))
 def argument(value: object) -> str:
     """A wrong argument, for an error: a str or a number as it is, all else by its type, since a repr may be long."""
     return repr(value) if type(value) in _WORDS_AND_NUMBERS else f"a {type(value).__name__}"
+
+
+def described(tensor: Any) -> str:
+    """A tensor as "float32 [3, 4]"."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 class Unit(NamedTuple):

@@ -9,6 +9,8 @@ import contextlib
 import contextvars
 import dataclasses
 import os
+import sys
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
@@ -214,8 +216,23 @@ class _Block(contextlib.ContextDecorator):
 
     def __init__(self, choices: dict[str, Any]) -> None:
         self._choices = choices
+        self._is_used = False
+
+    def __call__(self, function: Any) -> Any:
+        self._is_used = True
+        return super().__call__(function)
+
+    def __del__(self) -> None:
+        if not self._is_used and not sys.is_finalizing():
+            warnings.warn(
+                "zbpipe.policy(...) was called and not used, and changed nothing; write `with zbpipe.policy(...):`, or "
+                "zbpipe.set_policy(...) for the whole process",
+                ResourceWarning,
+                stacklevel=2,
+            )
 
     def __enter__(self) -> Policy:
+        self._is_used = True
         _blocks.set((*_blocks.get(), _changed(get_policy(), self._choices)))
         return get_policy()
 

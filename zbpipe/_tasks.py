@@ -16,7 +16,7 @@ _WHYS = ["separable", "root", "post hook", "policy", "excluded", "function", "un
 def tasks_of(group: ParamGroup) -> list[tuple[Any, ...]]:
     """Each task as csrc/shim/group/zbp_describe.h says, with words in the place of numbers, and with a list of weights
     in the place of each end or ends."""
-    weights, hops, tasks = group._describe()
+    weights, hops, tasks = group._described
     hops_from: dict[int, list[tuple[int, int]]] = {}
     for outside, weight, further in hops:
         hops_from.setdefault(outside, []).append((weight, further))

@@ -12,9 +12,9 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from zbpipe import _C
-from zbpipe._formatting import argument
+from zbpipe._formatting import argument, described
 from zbpipe._policy import get_policy
-from zbpipe._stage import fsdp, handover, inner, scale
+from zbpipe._stage import backward, fsdp, handover, inner, scale
 from zbpipe._stage.input_pass import BackwardError, input_pass
 
 ParamGroup = _C.ParamGroup
@@ -50,7 +50,8 @@ def stage_backward_input(
         gradient to its input's ``.grad``, leaves the weights' ``.grad`` alone, and detaches the outputs.
 
     Raises:
-        TypeError, ValueError: an argument is refused. Nothing has been changed.
+        TypeError, ValueError: an argument is refused. So are outputs of which none has a history, if gradients came for
+            them, and an input or a weight requires one. Nothing has been changed.
         AssertionError: a GradientEdge has no output gradient.
         RuntimeError: the backward failed. The original error is the cause.
 
@@ -74,15 +75,17 @@ def stage_backward_input(
     stages = handover.take_stages_pass()
     served = handover.in_graph(weights) if stages is None else None
     inputs = input_values if stages is None else input_values[: stages.received]
+    given = (
+        _listed("stage_outputs_or_loss", outputs),
+        None if grads is None else _listed("output_grads", grads),
+        _listed("input_values", inputs),
+        None if served is None else _weights_of_input_pass(served, is_own=served is weights),
+    )
+    if stages is None:
+        backward.refuse_without_history(*given)
     try:
         with inner.backwards(policy):
-            dinputs, groups = run(
-                _listed("stage_outputs_or_loss", outputs),
-                None if grads is None else _listed("output_grads", grads),
-                _listed("input_values", inputs),
-                None if served is None else _weights_of_input_pass(served, is_own=served is weights),
-                policy,
-            )
+            dinputs, groups = run(*given, policy)
     except BackwardError as error:
         raise _failed("stage backward input", stage_outputs_or_loss, output_grads, input_values) from error.__cause__
     if stages is not None:
@@ -190,9 +193,8 @@ def _check_listed(weights: tuple[Any, ...], groups: tuple[Any, ...]) -> None:
     for i, group in enumerate(groups):
         for weight in fsdp.served_by(group):
             if id(weight) not in known:
-                dtype = str(weight.dtype).removeprefix("torch.")
                 raise ValueError(
-                    f"param_groups[{i}] holds a gradient for a parameter of {dtype} {list(weight.shape)} that is not "
+                    f"param_groups[{i}] holds a gradient for a parameter of {described(weight)} that is not "
                     f"among the {len(weights)} weights; pass the weights that stage_backward_input was given"
                 )
 

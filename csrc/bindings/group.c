@@ -11,16 +11,46 @@
 #include "shim/group/zbp_describe.h"
 #include "shim/input/zbp_input.h"
 
+#if PY_VERSION_HEX >= 0x030D0000
+#define IS_FINALIZING Py_IsFinalizing
+#else
+#define IS_FINALIZING _Py_IsFinalizing
+#endif
+
 /* Owns its zbp_group. What Functions have handed over may refer back to it. */
 typedef struct {
     PyObject_HEAD zbp_group *group;
     PyObject *weakrefs;
+    size_t failures; /* zbp_failures when it was made */
+    bool is_awaited; /* by its first W */
 } group_object;
+
+/* A group that no W had is told of, unless an error may be the reason. */
+static void group_finalize(PyObject *op)
+{
+    const group_object *self = (group_object *)op;
+    PyObject *module, *said;
+
+    if (!self->is_awaited || self->failures != zbp_failures || zbp_running_here > 0 ||
+        PyErr_Occurred() || IS_FINALIZING()) {
+        return;
+    }
+    module = PyImport_ImportModule("zbpipe._stage.dropped");
+    said = module != NULL ? PyObject_CallMethod(module, "warn", "O", op) : NULL;
+    if (said == NULL) {
+        PyErr_WriteUnraisable(op);
+    }
+    Py_XDECREF(module);
+    Py_XDECREF(said);
+}
 
 static void group_dealloc(PyObject *op)
 {
     group_object *self = (group_object *)op;
     PyTypeObject *type = Py_TYPE(op);
+    if (PyObject_CallFinalizerFromDealloc(op) < 0) {
+        return; /* the warning keeps it */
+    }
     PyObject_GC_UnTrack(op);
     if (self->weakrefs != NULL) {
         PyObject_ClearWeakRefs(op);
@@ -52,11 +82,14 @@ PyObject *zbp_group_wrap(void *group_type, zbp_group *group)
         return NULL;
     }
     self->group = group;
+    self->failures = zbp_failures;
+    self->is_awaited = group->book.weight_count > 0;
     return (PyObject *)self;
 }
 
-zbp_group *zbp_group_in(PyObject *object)
+zbp_group *zbp_group_in(PyObject *object, bool to_run)
 {
+    ((group_object *)object)->is_awaited &= !to_run;
     return ((group_object *)object)->group;
 }
 
@@ -102,17 +135,10 @@ static PyObject *group_get_spent(PyObject *op, void *Py_UNUSED(closure))
     return PyBool_FromLong(is_spent(((group_object *)op)->group));
 }
 
-static PyObject *group_describe(PyObject *op, PyObject *Py_UNUSED(ignored))
-{
-    return group_ask(op, (void *)zbp_group_describe);
-}
-
-static PyMethodDef group_methods[] = {{"_describe", group_describe, METH_NOARGS,
-                                       "_describe()\n--\n\nEach weight task and what it holds; "
-                                       "explain() and memory.held() make it readable."},
-                                      {NULL, NULL, 0, NULL}};
-
 static PyGetSetDef group_getset[] = {
+    {"_described", group_ask, NULL,
+     "Each weight task and what it holds; explain() and memory.held() make it readable.",
+     (void *)zbp_group_describe},
     {"bytes_held", group_ask, NULL,
      "Bytes of the tensors held for the weight pass, each storage counted once.",
      (void *)zbp_group_bytes_held},
@@ -127,6 +153,7 @@ static PyGetSetDef group_getset[] = {
 
 static PyMemberDef group_members[] = {
     {"__weaklistoffset__", T_PYSSIZET, offsetof(group_object, weakrefs), READONLY, NULL},
+    {"_is_awaited", T_BOOL, offsetof(group_object, is_awaited), 0, "By its first weight pass."},
     {NULL, 0, 0, 0, NULL}};
 
 PyDoc_STRVAR(group_doc,
@@ -135,11 +162,11 @@ PyDoc_STRVAR(group_doc,
              "Dropping it frees at once all that it holds.");
 
 static PyType_Slot group_slots[] = {{Py_tp_doc, (void *)group_doc},
+                                    {Py_tp_finalize, group_finalize},
                                     {Py_tp_dealloc, group_dealloc},
                                     {Py_tp_traverse, group_traverse},
                                     {Py_tp_clear, group_clear},
                                     {Py_tp_repr, group_repr},
-                                    {Py_tp_methods, group_methods},
                                     {Py_tp_getset, group_getset},
                                     {Py_tp_members, group_members},
                                     {0, NULL}};

@@ -20,8 +20,10 @@ int zbp_add_memory(PyObject *module);
 
 extern PyMethodDef zbp_leaks_functions[], zbp_passes_functions[], zbp_release_functions[];
 
-/* Whether another thread is in a call of I or W. With the GIL. */
-bool zbp_passes_run_elsewhere(void);
+/* Calls of I and W that have raised, and that have begun and not ended, of all threads and of this
+ * one. Written and read with the GIL. */
+extern size_t zbp_failures, zbp_running;
+extern _Thread_local size_t zbp_running_here;
 
 /* Adds the type ParamGroup. New reference, or NULL with an error set. */
 PyTypeObject *zbp_add_group(PyObject *module);
@@ -29,8 +31,8 @@ PyTypeObject *zbp_add_group(PyObject *module);
 /* A new ParamGroup, of that type: a zbp_wrap. Steals group; frees it on an error. */
 PyObject *zbp_group_wrap(void *group_type, zbp_group *group);
 
-/* The group in a ParamGroup. Precondition: object is one. Borrowed from it. */
-zbp_group *zbp_group_in(PyObject *object);
+/* The group in a ParamGroup; to_run: for its W. Precondition: object is one. Borrowed from it. */
+zbp_group *zbp_group_in(PyObject *object, bool to_run);
 
 /* zbpipe._C's state: the type ParamGroup, which it owns. */
 static inline PyTypeObject **zbp_group_type(PyObject *module)

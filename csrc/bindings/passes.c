@@ -7,17 +7,6 @@
 #include "shim/group/zbp_describe.h"
 #include "shim/weight/zbp_weight.h"
 
-/* A converter for PyArg_ParseTuple: NULL for None. */
-static int tuple_or_null(PyObject *object, void *out)
-{
-    *(PyObject **)out = object != Py_None ? object : NULL;
-    if (object == Py_None || PyTuple_Check(object)) {
-        return 1;
-    }
-    PyErr_Format(PyExc_TypeError, "got a %s; expected a tuple or None", Py_TYPE(object)->tp_name);
-    return 0;
-}
-
 /* Reads a zbpipe.Policy; *excluded_out is borrowed from it. 0, or -1 with an error set. */
 static int read_policy(PyObject *policy, zbp_policy *out, PyObject **excluded_out)
 {
@@ -44,21 +33,20 @@ static PyObject *take_error(void)
     return error;
 }
 
-/* Calls of I and W that have begun and not ended, of all threads and of this one. They begin and
- * end with the GIL. */
-static size_t running;
-static _Thread_local size_t running_here;
+size_t zbp_failures, zbp_running;
+_Thread_local size_t zbp_running_here;
 
-/* by: 1 or -1. */
-static void count_passes(int by)
+static void begin(void)
 {
-    running += (size_t)by;
-    running_here += (size_t)by;
+    zbp_running++;
+    zbp_running_here++;
 }
 
-bool zbp_passes_run_elsewhere(void)
+static void end(bool has_failed)
 {
-    return running != running_here;
+    zbp_running--;
+    zbp_running_here--;
+    zbp_failures += has_failed ? 1 : 0;
 }
 
 PyDoc_STRVAR(
@@ -77,20 +65,19 @@ static PyObject *input_pass(PyObject *module, PyObject *args)
     zbp_error error = {0};
     bool has_begun = false;
 
-    if (!PyArg_ParseTuple(args, "O!O&O!O&O:input_pass", &PyTuple_Type, &given.outputs,
-                          tuple_or_null, &given.grads, &PyTuple_Type, &given.inputs, tuple_or_null,
-                          &given.weights, &policy) ||
+    if (!PyArg_ParseTuple(args, "O!OO!OO:input_pass", &PyTuple_Type, &given.outputs, &given.grads,
+                          &PyTuple_Type, &given.inputs, &given.weights, &policy) ||
         read_policy(policy, &given.policy, &given.excluded) < 0) {
         return NULL;
     }
-    count_passes(1);
+    begin();
     result = zbp_or_raise(
         zbp_input_call(&given, zbp_group_wrap, *zbp_group_type(module), &has_begun, &error),
         &error);
+    end(result == NULL);
     if (result == NULL && has_begun && PyErr_ExceptionMatches(PyExc_Exception)) {
         result = take_error();
     }
-    count_passes(-1);
     return result;
 }
 
@@ -103,7 +90,7 @@ typedef struct weight_call {
 } weight_call;
 
 /* Claims the groups' books. -1, with an error set, at one that is another call's, or spent. */
-static int claim(weight_call *call, PyObject *module, PyObject *tuple)
+static int claim(weight_call *call, PyObject *tuple)
 {
     call->count = (size_t)PyTuple_GET_SIZE(tuple);
     call->group = PyMem_New(zbp_group *, call->count + 1);
@@ -112,19 +99,12 @@ static int claim(weight_call *call, PyObject *module, PyObject *tuple)
         return -1;
     }
     for (size_t i = 0; i < call->count; ++i) {
-        PyObject *item = PyTuple_GET_ITEM(tuple, (Py_ssize_t)i);
-        zbp_book *book;
-        bool is_ours;
+        zbp_group *group = zbp_group_in(PyTuple_GET_ITEM(tuple, (Py_ssize_t)i), true);
+        const bool is_ours = zbp_book_claim(&group->book);
 
-        if (!Py_IS_TYPE(item, *zbp_group_type(module))) {
-            PyErr_SetString(PyExc_TypeError, "param_groups: expected ParamGroups");
-            return -1;
-        }
-        call->group[i] = zbp_group_in(item);
-        book = &call->group[i]->book;
-        is_ours = zbp_book_claim(book);
+        call->group[i] = group;
         call->claimed += is_ours ? 1 : 0;
-        if (!is_ours || book->is_spent) {
+        if (!is_ours || group->book.is_spent) {
             PyErr_Format(PyExc_RuntimeError, "param_groups[%zu] %s", i,
                          is_ours ? "is spent: its weight pass has already run; pass "
                                    "retain_graph=True to the first call to run it again"
@@ -138,9 +118,9 @@ static int claim(weight_call *call, PyObject *module, PyObject *tuple)
 PyDoc_STRVAR(weight_pass_doc,
              "weight_pass(param_groups, retain_graph, policy, /)\n--\n\n"
              "The weight pass of the groups, a tuple. See zbpipe.stage_backward_weight.\n"
-             "Each group is there once.");
+             "Each is a ParamGroup, and there once.");
 
-static PyObject *weight_pass(PyObject *module, PyObject *args)
+static PyObject *weight_pass(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *tuple, *policy, *excluded, *result = NULL;
     weight_call call = {0};
@@ -154,8 +134,8 @@ static PyObject *weight_pass(PyObject *module, PyObject *args)
         return NULL;
     }
     how = (zbp_how){.retain = retain != 0, .fuse = said.fuse != 0};
-    count_passes(1);
-    if (claim(&call, module, tuple) == 0 &&
+    begin();
+    if (claim(&call, tuple) == 0 &&
         zbp_weight_call(call.group, call.count, how, said.main_grad != 0, &error) == ZBP_OK) {
         result = Py_NewRef(Py_None);
     }
@@ -163,7 +143,7 @@ static PyObject *weight_pass(PyObject *module, PyObject *args)
         zbp_book_give_back(&call.group[i]->book);
     }
     PyMem_Free(call.group);
-    count_passes(-1);
+    end(result == NULL);
     return result != NULL || PyErr_Occurred() ? result : zbp_error_raise(&error);
 }
 

@@ -19,6 +19,8 @@ Trains a small language model on the text of a book by pipeline parallelism
 over several processes, with each schedule first on torch's own split backward
 and then on zbpipe, and compares losses, gradients, time and memory. The last
 stage, with a large head, costs about three times as much as another one.
+Interleaved 1F1B splits no backward; in the last run every block is
+checkpointed.
 
     make demo
     cd examples

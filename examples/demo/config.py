@@ -14,18 +14,22 @@ class ScheduleKind:
     """One of torch's pipeline schedules.
 
     ``label`` is what tables show, ``class_name`` its class in ``torch.distributed.pipelining``. ``v_shaped`` says how
-    stages are dealt to ranks: rank r of R has stages r and 2R-1-r if True, r and R+r if False.
+    stages are dealt to ranks: rank r of R has stages r and 2R-1-r if True, r and R+r if False. ``checkpointed`` says
+    whether each block runs under ``torch.utils.checkpoint``.
     """
 
     label: str
     class_name: str
     v_shaped: bool
+    checkpointed: bool = False
 
 
 SCHEDULES = {
+    "1f1b": ScheduleKind("Interleaved 1F1B", "ScheduleInterleaved1F1B", v_shaped=False),  # splits nothing: to compare
     "zbv": ScheduleKind("ZBV", "ScheduleZBVZeroBubble", v_shaped=True),
     "interleaved": ScheduleKind("Interleaved zero bubble", "ScheduleInterleavedZeroBubble", v_shaped=False),
     "dualpipev": ScheduleKind("DualPipeV", "ScheduleDualPipeV", v_shaped=True),
+    "checkpointed": ScheduleKind("ZBV, checkpointed", "ScheduleZBVZeroBubble", v_shaped=True, checkpointed=True),
 }
 
 SIDES = ("torch", "zbpipe")

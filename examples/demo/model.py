@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from demo.config import Config
 from demo.text import VOCABULARY
@@ -44,16 +45,22 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block on ``float [batch, time, width]``."""
+    """A pre-norm transformer block on ``float [batch, time, width]``; ``checkpointed``: it is computed again in the
+    backward."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
+        self.checkpointed = False
         self.norm_attention = nn.LayerNorm(width)
         self.attention = Attention(width, heads)
         self.norm_mlp = nn.LayerNorm(width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(self._run, x, use_reentrant=False) if self.checkpointed else self._run(x)
+        return out
+
+    def _run(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm_attention(x))
         out: torch.Tensor = x + self.mlp(self.norm_mlp(x))
         return out

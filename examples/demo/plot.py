@@ -15,10 +15,12 @@ from matplotlib.patches import Patch
 
 from demo.config import SCHEDULES, Config
 from demo.report import Result, pairs
+from zbpipe.memory._export import COLOURS as ACTIONS
 
 COLOURS = {"torch": "#c4622d", "zbpipe": "#1f6f8b"}
-SPANS = {"F": "#9db8cf", "I": "#d99a5b", "W": "#5f8f63", "B": "#a9745f"}
-"""Colours of a rank's actions in the timelines."""
+SPANS = {name[0].upper(): colour for name, colour in ACTIONS.items()}
+"""Colours of a rank's actions, as in zbpipe's plots of memory."""
+WORDS = {"F": "forward", "I": "input pass", "W": "weight pass", "B": "whole backward"}
 INK = "#33373d"
 
 STYLE: dict[Any, Any] = {
@@ -44,9 +46,9 @@ def draw(results: Sequence[Result], config: Config) -> None:
     """Writes the picture to ``config.out``. A side that failed is left out of its panels."""
     couples = pairs(results)
     with plt.rc_context(STYLE):
-        figure = plt.figure(figsize=(13, 14), layout="constrained", dpi=120)
+        figure = plt.figure(figsize=(3.4 * max(len(couples), 3), 14), layout="constrained", dpi=120)
         figure.suptitle(
-            f"Pipeline training on torch's own split backward and on zbpipe: {config.ranks} processes, "
+            f"Pipeline training on torch's own split backward and on zbpipe:\n{config.ranks} processes, "
             f"{config.num_stages} stages, {config.microbatches} microbatches",
             fontsize=13,
             fontweight="bold",
@@ -61,13 +63,13 @@ def draw(results: Sequence[Result], config: Config) -> None:
             _memory(panels[1][column], couple)
             _timeline(panels[2][column], couple)
         highest = max((memory.peak for result in results for memory in result.memory), default=0)
-        panels[1][0].set_ylim(0, highest / 1e6 * 1.06 or 1)
+        panels[1][0].set_ylim(0, highest / 1e6 * 1.2 or 1)
         panels[0][0].set_ylabel("loss, nats per byte")
         panels[1][0].set_ylabel("live bytes in one step, MB")
         bars = lower.subplots(1, 3)
-        _bars(bars[0], couples, "Step time, ms", lambda r: f"{r.seconds * 1e3:.0f}", lambda r: r.seconds * 1e3)
-        _bars(bars[1], couples, "CPU time, ms", lambda r: f"{r.cpu_seconds * 1e3:.0f}", lambda r: r.cpu_seconds * 1e3)
-        _bars(bars[2], couples, "Peak, MB", lambda r: f"{r.peak / 1e6:.3g}", lambda r: r.peak / 1e6)
+        _bars(bars[0], couples, "Step time, ms (median)", ".0f", lambda r: r.seconds * 1e3)
+        _bars(bars[1], couples, "CPU time, ms (median)", ".0f", lambda r: r.cpu_seconds * 1e3)
+        _bars(bars[2], couples, "Peak, MB", ".3g", lambda r: r.peak / 1e6)
         figure.savefig(config.out, format="png")
         plt.close(figure)
 
@@ -82,7 +84,7 @@ def _losses(axes: Axes, couple: Sequence[Result]) -> None:
         if result.error is None:
             steps = range(1, len(result.losses) + 1)
             axes.plot(steps, result.losses, color=COLOURS[result.side], label=result.side, **look[result.side])
-    axes.set_title(f"{_label(couple)}: loss")
+    axes.set_title(_label(couple))
     axes.set_xlabel("step")
     axes.legend()
 
@@ -105,15 +107,14 @@ def _timeline(axes: Axes, couple: Sequence[Result]) -> None:
     axes.set_yticks(range(len(rows)), [f"{result.side}, {rank}" for result, rank in rows], fontsize=7)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    axes.set_title(f"{_label(couple)}: one step on each rank")
-    axes.set_xlabel("ms, while every block is recorded")
-    axes.legend(
-        handles=[Patch(facecolor=colour, label=name) for name, colour in SPANS.items()],
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.2),
-        ncols=len(SPANS),
-        fontsize=7,
-    )
+    axes.set_title("one recorded step")
+    axes.set_xlabel("ms; recording slows it, so longer than below")
+    _legend(axes, [kind for kind in SPANS if any(kind in result.memory[rank].kinds for result, rank in rows)])
+
+
+def _legend(axes: Axes, kinds: Sequence[str]) -> None:
+    handles = [Patch(facecolor=SPANS[kind], label=WORDS[kind]) for kind in kinds]
+    axes.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, fontsize=7)
 
 
 def _memory(axes: Axes, couple: Sequence[Result]) -> None:
@@ -128,27 +129,27 @@ def _memory(axes: Axes, couple: Sequence[Result]) -> None:
         axes.plot(memory.position, megabytes, color=COLOURS[result.side], lw=1.4, label=result.side)
         axes.fill_between(memory.position, megabytes, color=COLOURS[result.side], alpha=0.15, lw=0)
     kinds = shown[0].memory[rank].kinds
+    for place, kind in enumerate(kinds):
+        axes.axvspan(place, place + 1, ymax=0.035, facecolor=SPANS[kind], lw=0)
     axes.set_xlim(0, len(kinds))
-    axes.set_xticks([i + 0.5 for i in range(len(kinds))], kinds, fontsize=6.5)
-    axes.tick_params(axis="x", length=0)
-    axes.grid(axis="x", visible=False)
-    axes.set_title(f"{_label(couple)}: memory on rank {rank}")
-    axes.set_xlabel("the rank's actions in order (F forward, B whole backward, I, W)")
-    axes.legend(loc="lower center", ncols=2, fontsize=7)
+    axes.set_xticks([])
+    axes.set_title(f"memory on rank {rank}")
+    axes.set_xlabel("the rank's actions in order, coloured as below")
+    axes.legend(loc="upper right", ncols=2, fontsize=7)
 
 
 def _bars(
     axes: Axes,
     couples: Sequence[Sequence[Result]],
     title: str,
-    caption: Callable[[Result], str],
+    digits: str,
     value: Callable[[Result], float],
 ) -> None:
     for number, couple in enumerate(couples):
         for offset, result in zip((-0.2, 0.2), couple, strict=True):
             if result.error is None:
                 bar = axes.bar(number + offset, value(result), 0.36, color=COLOURS[result.side])
-                axes.bar_label(bar, [caption(result)], padding=2, fontsize=6)
+                axes.bar_label(bar, [format(value(result), digits)], padding=2, fontsize=6)
             else:
                 axes.text(number + offset, 0, "failed", ha="center", va="bottom", rotation=90, fontsize=8)
     axes.set_xticks(range(len(couples)), [_label(couple).replace(" ", "\n") for couple in couples])
@@ -156,3 +157,4 @@ def _bars(
     axes.tick_params(axis="x", length=0)
     axes.margins(y=0.15)
     axes.set_title(title)
+    axes.legend(handles=[Patch(facecolor=colour, label=side) for side, colour in COLOURS.items()], fontsize=7)

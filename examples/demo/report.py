@@ -114,6 +114,7 @@ def show(results: Sequence[Result], config: Config) -> int:
     print(f"a head of width {config.head_width} on the last stage")
     for pair in pairs(results):
         print("\n" + table(*pair))
+    print("\n" + in_short(results))
     print("\n" + DEFINITIONS)
     faults = all_faults(results)
     print()
@@ -210,6 +211,20 @@ def table(theirs: Result, ours: Result) -> str:
     lines = [f"{kind.label} ({kind.class_name})", lines[0], "-" * len(lines[0]), *lines[1:]]
     lines += [f"{r.side} failed: {r.error}" for r in (theirs, ours) if r.error is not None]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def in_short(results: Sequence[Result]) -> str:
+    """A row per schedule: step times and peaks, torch's own module beside zbpipe, as lines of text."""
+
+    def cells(couple: Sequence[Result], number: Callable[[Result], float], digits: int) -> str:
+        of = [f"{number(r):.{digits}f}" if r.error is None else "failed" for r in couple]
+        return f"{of[0]:>10}{of[1]:>10}"
+
+    lines = [f"{'in short':<26}{'step time, ms':>20}{'peak, MB':>20}", f"{'':<26}" + f"{'torch':>10}{'zbpipe':>10}" * 2]
+    for couple in pairs(results):
+        times, peaks = cells(couple, lambda r: r.seconds * 1e3, 0), cells(couple, lambda r: r.peak / 1e6, 1)
+        lines.append(f"{SCHEDULES[couple[0].schedule].label:<26}{times}{peaks}")
+    return "\n".join([*lines[:2], "-" * len(lines[1]), *lines[2:]])
 
 
 def _apart(difference: Difference | None) -> str:

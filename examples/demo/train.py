@@ -16,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from demo.config import Config, ScheduleKind
 from demo.measure import StepMemory, knowing_blocks, measure_step
-from demo.model import loss_fn
+from demo.model import Block, loss_fn
 from demo.text import batch
 
 Gradients = dict[str, torch.Tensor | None]
@@ -112,6 +112,10 @@ class Trainer:
         self.has_last = config.num_stages - 1 in indices
         self.rank_of_last = config.rank_of_last_stage(kind)
         self.modules = {index: copy.deepcopy(models[index]).to(self.device) for index in indices}
+        for module in self.modules.values():
+            for block in module:
+                if isinstance(block, Block):
+                    block.checkpointed = kind.checkpointed
         self.stages = [PipelineStage(m, i, config.num_stages, self.device) for i, m in self.modules.items()]
         schedule_class = getattr(pipelining, kind.class_name)
         self.schedule = schedule_class(self.stages, config.microbatches, loss_fn=loss_fn)

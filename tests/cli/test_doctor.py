@@ -198,7 +198,7 @@ def place(folder, *, built=True, torch_is=None, at_start="", git=None):
     if torch_is is not None:
         (folder / "torch.py").write_text(torch_is)
     (folder / "sitecustomize.py").write_text(at_start)
-    shutil.copy(ROOT / "hook" / "_zbpipe_hook.py", folder)  # which torch's entry point names
+    shutil.copytree(ROOT / "_zbpipe_hook", folder / "_zbpipe_hook")  # which torch's entry point names
     return folder
 
 

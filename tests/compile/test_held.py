@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import zbpipe
 from zbpipe import memory
 
+pytestmark = pytest.mark.drops_groups
+
 inductor = pytest.param("inductor", marks=pytest.mark.slow)
 backends = pytest.mark.parametrize("backend", ["aot_eager", inductor])
 f32 = 4

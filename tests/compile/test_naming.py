@@ -12,6 +12,8 @@ from support.processes import python
 import zbpipe
 from zbpipe._compile import compile_backend  # the entry point's function
 
+pytestmark = pytest.mark.drops_groups
+
 FLOOR = 4 * 12 * (16 + 16 + 16 + 64 + 48 + 16 + 64 + 16) + 4 * 4 * 16
 """Bytes that wait for W if the block is split."""
 

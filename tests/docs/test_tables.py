@@ -1,5 +1,7 @@
 """The tables of README and docs are those that benchmarks/tables.py makes of what was measured."""
 
+import html
+import importlib.util
 import json
 from pathlib import Path
 
@@ -18,7 +20,7 @@ def test_the_pages_say_what_was_measured():
 @pytest.fixture
 def project(tmp_path):
     """As much of it as the tables need."""
-    for path in ("benchmarks/tables.py", "requirements/newest.txt"):
+    for path in ("benchmarks/tables.py", "requirements/newest.txt", "docs/pictures/timeline.json"):
         copied(path, tmp_path)
     for path in [*ROOT.glob("benchmarks/results/*.json"), *ROOT.glob("docs/*.md"), ROOT / "README.md"]:
         copied(path.relative_to(ROOT), tmp_path)
@@ -61,3 +63,12 @@ def test_what_cannot_be_believed_is_refused(change, said, project):
     assert done.returncode == 1
     assert said in done.stderr
     assert (project / "README.md").read_text() == (ROOT / "README.md").read_text()
+
+
+def test_the_picture_says_what_was_measured():
+    spec = importlib.util.spec_from_file_location("timeline", ROOT / "docs" / "pictures" / "timeline.py")
+    timeline = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(timeline)
+    said = timeline.titles(json.loads(timeline.DATA.read_text()))
+    picture = html.unescape(timeline.PICTURE.read_text())
+    assert len(said) == 2 and all(f">{title}<" in picture for title in said.values())

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-COPIED = ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "hook")
+COPIED = ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "_zbpipe_hook")
 COPIED_MODULES = ("_version.py", "_native/__init__.py", "py.typed")
 
 SOURCES = {
@@ -35,6 +35,8 @@ SOURCES = {
     "zbpipe/__init__.py": "import sys\n\nfrom zbpipe import _native\n\n_native.load()\n\n"
     "from zbpipe._C import answer\nfrom zbpipe._patch import patch\n\n"
     'if "_zbpipe_hook" in sys.modules:\n    sys.modules["_zbpipe_hook"].complete()\n',
+    "zbpipe/__main__.py": "import sys\n\nfrom zbpipe import answer\n\nprint(sys.argv[1:], answer())\n",
+    "examples/script.py": "import zbpipe\n\nprint(zbpipe.answer())\n",
     "zbpipe/_patch.py": "from torch.distributed.pipelining import stage\n\n\n"
     "def patch():\n    stage.stage_backward = stage_backward\n\n\n"
     'def stage_backward():\n    """Stand-in."""\n',

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -49,11 +50,24 @@ def test_an_install_uses_the_torch_that_is_there(builds, project):
     autoload = {"ZBPIPE_PATCH": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     assert builds.zbpipe(PATCHED, **autoload) == "torch.distributed.pipelining._backward\n"
 
-    # The source tree, where nothing is built, hides it.
-    said = builds.run("-c", "import zbpipe", cwd=project).stdout.splitlines()[-1]
+
+@pytest.mark.parametrize("how", [".", "--editable=."])
+def test_commands_run_from_the_clone_its_parent_and_elsewhere(builds, project, tmp_path, how):
+    clone = shutil.copytree(project, tmp_path / "zbpipe")  # as git calls it: seen from its parent a namespace package
+    builds.pip(*INSTALL, how, cwd=clone)
+    (tmp_path / "elsewhere").mkdir()
+    for folder in (clone, tmp_path, tmp_path / "elsewhere"):
+        for *command, said in (
+            ("-c", "import zbpipe; print(zbpipe.answer())", "42\n"),
+            ("-m", "zbpipe", "doctor", "['doctor'] 42\n"),
+            (clone / "examples" / "script.py", "42\n"),
+        ):
+            assert builds.run(*command, cwd=folder).stdout == said, (folder, command)
+    shutil.rmtree(clone / FOLDER)
+    said = builds.run("-c", "import zbpipe", cwd=clone).stdout.splitlines()[-1]
     assert said == (
         f"ImportError: zbpipe has no compiled part for torch {RELEASE} and {sys.implementation.cache_tag} in "
-        f"{project / 'zbpipe' / '_native'} (none there): {mend(project)}"
+        f"{clone / 'zbpipe' / '_native'} (none there): {mend(clone)}"
     )
 
 
@@ -74,6 +88,26 @@ def test_no_compiler_is_one_sentence(environment, project, variable):
         "zbpipe: there is no compiler 'no-such-compiler': install gcc and g++ (Debian: apt-get install build-essential), "
         f"or name another in {variable}."
     )
+
+
+def test_no_headers_of_python_is_one_sentence(environment, project):
+    environment.pip("install", "setuptools>=77.0.3", "ninja", cwd=project)
+    (project / "setup.py").write_text(
+        "import sysconfig\nsysconfig.get_path = lambda name, **_: '/nowhere'\n" + (project / "setup.py").read_text()
+    )
+    done = environment.run("setup.py", "build", cwd=project)
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-1] == (
+        "zbpipe: there is no Python.h in /nowhere: install the headers of this Python (Debian: apt-get install python3-dev)."
+    )
+
+
+def test_an_old_python_is_told_first(environment, project):
+    text = (project / "setup.py").read_text()
+    (project / "setup.py").write_text("import sys\nsys.version_info = (3, 9, 18)\n" + text)
+    done = environment.run("setup.py", "build", cwd=project)
+    assert done.returncode == 1 and "Traceback" not in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("zbpipe needs Python 3.10 or newer, and ")
 
 
 def test_a_module_that_is_gone_is_not_installed_again(builds, project):
@@ -134,7 +168,7 @@ def test_source_distribution_builds_the_same_wheel(builds, project, tmp_path):
     archive = source_distribution(builds, project, tmp_path)
     with tarfile.open(archive) as file:
         names = {name.partition("/")[2] for name in file.getnames()}
-    assert {"hook/_zbpipe_hook.py", "csrc/core/base/zbp_answer.h", "zbpipe/_native/__init__.py"} <= names
+    assert {"_zbpipe_hook/__init__.py", "csrc/core/base/zbp_answer.h", "zbpipe/_native/__init__.py"} <= names
     assert not [name for name in names if name.endswith(".json")]
 
     builds.pip("wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, archive, cwd=tmp_path)
@@ -146,7 +180,7 @@ def test_source_distribution_builds_the_same_wheel(builds, project, tmp_path):
     assert required == ["Requires-Dist: torch>=2.11", "Requires-Dist: numpy"]
     library = next(name for name in names if name.endswith(".so"))
     assert library.startswith(f"{FOLDER}/_C.cpython-")
-    assert {"_zbpipe_hook.py", "zbpipe_pytest.py", DESCRIBED, "zbpipe/py.typed"} <= names
+    assert {"_zbpipe_hook/__init__.py", "_zbpipe_hook/plugin.py", DESCRIBED, "zbpipe/py.typed"} <= names
     assert not [name for name in names if Path(name).suffix in (".c", ".h", ".cpp", ".pth") or "torch_2_99" in name]
     builds.pip("install", "--no-deps", wheel, cwd=tmp_path)
     assert builds.zbpipe() == "42\n"
@@ -212,8 +246,9 @@ def test_one_wheel_carries_what_was_built_in_place_and_needs_no_compiler(builds,
     assert bare_environment.run("-m", "pip", "install", "--no-deps", "--no-index", wheel).returncode == 0
     said = bare_environment.zbpipe().splitlines()[-1]
     assert re.match(
-        rf"ImportError: zbpipe has no compiled part for torch 2.98.0 and .* \(torch {RELEASE}, .*; .* there\): build it "
-        r"from source: `pip install --no-build-isolation .*--no-binary zbpipe zbpipe`\.$",
+        rf"ImportError: zbpipe has no compiled part for torch 2.98.0 and .* \(torch {RELEASE}, .*; .* there\): build it: in "
+        r"the sources of zbpipe 0.1.0, run `pip install --no-build-isolation .* \.`, or `make wheels` for a wheel with a "
+        r"library for each tested torch\.$",
         said,
     )
 

@@ -17,6 +17,8 @@ import zbpipe
 from zbpipe import _C  # of running frames: what every chain through a variable relies on
 from zbpipe.leaks import check_tensor_leak, find_holders
 
+pytestmark = pytest.mark.drops_groups
+
 KEPT = []
 PLACE = f"module global {__name__}.KEPT"
 SOURCE = Path(__file__).read_text().splitlines()

@@ -16,7 +16,7 @@ import zbpipe.leaks.pytest_plugin  # these by the first inner run otherwise, whi
 
 pytest_plugins = ["pytester"]
 
-HOOK = Path(__file__).parents[2] / "hook"
+ROOT = Path(__file__).parents[2]
 START = "import pytest\nimport torch\n\nkept = []\n\n"
 LEAKS = f"{START}@pytest.mark.no_tensor_leaks\ndef test_leaks():\n    kept.append(torch.ones(3, 5))\n"
 
@@ -24,12 +24,12 @@ LEAKS = f"{START}@pytest.mark.no_tensor_leaks\ndef test_leaks():\n    kept.appen
 @pytest.fixture
 def inner(pytester, monkeypatch):
     """Runs pytest on files of tests, in this process."""
-    monkeypatch.syspath_prepend(HOOK)
+    monkeypatch.syspath_prepend(ROOT)
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
 
     def run(*options, **sources):
         pytester.makepyfile(**sources)
-        ours = ("-p", "zbpipe_pytest", "-p", "no:cacheprovider")
+        ours = ("-p", "_zbpipe_hook.plugin", "-p", "no:cacheprovider")
         # The outer run has imported the plugin, which is no fault of a run.
         return pytester.runpytest_inprocess(*ours, *options, "-W", "ignore::pytest.PytestAssertRewriteWarning")
 
@@ -40,11 +40,11 @@ def inner(pytester, monkeypatch):
 def process(pytester, monkeypatch):
     """Runs pytest on a file of tests in a process of its own."""
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HOOK), *filter(None, sys.path)]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, sys.path)]))
 
     def run(source, *options):
         pytester.makepyfile(test_inner=source)
-        return pytester.runpytest_subprocess("-p", "zbpipe_pytest", "-p", "no:cacheprovider", *options)
+        return pytester.runpytest_subprocess("-p", "_zbpipe_hook.plugin", "-p", "no:cacheprovider", *options)
 
     return run
 
@@ -209,7 +209,7 @@ def test_in_a_process_of_its_own(process, source, options, outcomes):
 
 
 def test_it_is_installed_for_pytest_to_find():
-    text = (HOOK.parent / "pyproject.toml").read_text()
-    assert '[project.entry-points.pytest11]\nzbpipe_pytest = "zbpipe_pytest"\n' in text
-    assert (HOOK / "zbpipe_pytest.py").exists()
-    assert zbpipe.leaks.pytest_plugin.__name__ in (HOOK / "zbpipe_pytest.py").read_text()
+    text = (ROOT / "pyproject.toml").read_text()
+    assert '[project.entry-points.pytest11]\n"_zbpipe_hook.plugin" = "_zbpipe_hook.plugin"' in text
+    assert (ROOT / "_zbpipe_hook/plugin.py").exists()
+    assert zbpipe.leaks.pytest_plugin.__name__ in (ROOT / "_zbpipe_hook/plugin.py").read_text()

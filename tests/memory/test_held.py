@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import zbpipe
 from zbpipe import memory
 
-pytestmark = pytest.mark.usefixtures("quick_collections")
+pytestmark = [pytest.mark.drops_groups, pytest.mark.usefixtures("quick_collections")]
 
 N, D = 6, 8
 IMAGES = (2, 3, 6, 6)

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 import zbpipe
 from zbpipe import memory
 
-pytestmark = needs_zbpipe
+pytestmark = [pytest.mark.drops_groups, needs_zbpipe]
 
 MICROBATCHES = 2
 ROWS = (TOKENS, WIDTH)

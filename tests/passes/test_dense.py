@@ -9,7 +9,7 @@ from support.oracle import needs_zbpipe
 
 import zbpipe
 
-pytestmark = [needs_zbpipe, pytest.mark.filterwarnings("ignore:grad and param do not obey")]
+pytestmark = [pytest.mark.drops_groups, needs_zbpipe, pytest.mark.filterwarnings("ignore:grad and param do not obey")]
 
 BATCH = 10_000
 BATCHES = 10 * int(os.environ.get("ZBPIPE_PROGRAMS", "20000")) // BATCH  # ten for each of test_programs.py

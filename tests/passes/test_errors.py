@@ -13,6 +13,8 @@ from support.oracle import Stage, check, fresh, input_pass, needs_zbpipe, sharin
 from support.processes import in_own_process
 from torch import nn
 
+pytestmark = pytest.mark.drops_groups
+
 f64 = torch.float64
 
 

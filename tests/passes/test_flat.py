@@ -12,6 +12,7 @@ from support.oracle import input_pass, needs_zbpipe, small
 import zbpipe
 
 pytestmark = [
+    pytest.mark.drops_groups,
     needs_zbpipe,
     pytest.mark.usefixtures("quick_collections"),
     pytest.mark.skipif(sys.getallocatedblocks() < 1000, reason="make asan has malloc count"),

@@ -17,6 +17,8 @@ from torch import nn
 import zbpipe
 from zbpipe import memory
 
+pytestmark = pytest.mark.drops_groups
+
 HEAVY = (nn.Linear, nn.Conv2d)
 PRODUCTS = ("AddmmBackward0", "MmBackward0", "ConvolutionBackward0", "LinearBackward0")
 START = 4

@@ -7,6 +7,8 @@ from support.functions import handing_through
 from support.oracle import Stage, both_passes, case, check, close, fresh, needs_zbpipe, small, wrong_on_torch, zb
 from torch import nn
 
+pytestmark = pytest.mark.drops_groups
+
 f64 = torch.float64
 NO_GROUPS = "without an input that needs a gradient there are no groups"
 is_no_leaf = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

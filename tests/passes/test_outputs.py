@@ -8,6 +8,8 @@ from support.oracle import Stage, case, check, close, fresh, needs_zbpipe, no_gr
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+pytestmark = pytest.mark.drops_groups
+
 f64 = torch.float64
 ALONE = "an output on weights alone gets no gradient"
 VIEW = "can't detach views in place"

@@ -13,6 +13,8 @@ from support.oracle import Stage, needs_zbpipe, wrong_on_torch, zb
 from support.processes import in_own_process
 from torch import nn
 
+pytestmark = pytest.mark.drops_groups
+
 f64 = torch.float64
 
 

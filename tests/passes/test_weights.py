@@ -9,6 +9,8 @@ from support import oracle
 from support.oracle import Stage, case, check, fresh, needs_zbpipe, net, random_input, small, wrong_on_torch, zb
 from torch import nn
 
+pytestmark = pytest.mark.drops_groups
+
 f64 = torch.float64
 TWICE = "one backward per group over a graph that they share: backward twice"
 BRIDGED = "groups that a later parameter bridges: backward twice"

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from zbpipe import _policy  # what is read when zbpipe is imported
 
-pytestmark = needs_zbpipe
+pytestmark = [pytest.mark.drops_groups, needs_zbpipe]
 
 f32, f64 = torch.float32, torch.float64
 D, T = 8, 5

@@ -7,6 +7,7 @@ is 1 if something would not work, also where zbpipe cannot be imported.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import subprocess
 import sys
@@ -63,6 +64,9 @@ def run(everything: bool = False) -> int:
         line(name, "not set" if value is None else repr(value))
         if name != "ZBPIPE_POLICY" and (value or "").strip().lower() not in (*ON, *OFF):
             faults.append(f"{name} is {value!r}: set it to 1 or to 0")
+    if importlib.util.find_spec("_zbpipe_hook"):
+        unread = importlib.import_module("_zbpipe_hook").misspelled()
+        faults += [f"{name}: zbpipe reads no such variable" for name in unread]
     line("ZBPIPE_PATCH=1", would_patch(faults))
     line("patched now", "yes" if is_patched() else "no")
     line("policy", str(get_policy()))

@@ -171,6 +171,8 @@ def _try(
     grads = [grad for _, grad in given_grads]
     del result, outputs, given_grads
     groups = input_pass(tuple(ends), tuple(grads), tuple(inputs), (*weights, *module.parameters()), policy)[1]
+    for group in groups:
+        group._is_awaited = False
     _check_reached(module, groups)
     for task in itertools.chain.from_iterable(map(tasks_of, groups)):
         if task[1] != "outside":

@@ -84,4 +84,7 @@ def _how() -> str:
         return (
             f"build it: in {TREE}, run `{INSTALL} --editable .`; or run Python elsewhere, if zbpipe is installed too."
         )
-    return f"build it from source: `{INSTALL} --no-cache-dir --no-binary zbpipe zbpipe`."
+    return (
+        f"build it: in the sources of zbpipe {__version__}, run `{INSTALL} .`, or `make wheels` for a wheel with a "
+        "library for each tested torch."
+    )

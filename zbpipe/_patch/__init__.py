@@ -1,7 +1,7 @@
 """patch() puts zbpipe's functions in the place of torch.distributed.pipelining's own; unpatch() restores torch's.
 
-Each patch logs one line that names every place, at INFO on the logger `zbpipe`. `TORCH_LOGS=+zbpipe` in the
-environment shows the line, as does `logging.getLogger("zbpipe").setLevel(logging.INFO)` with a handler.
+Each patch logs a line on the logger `zbpipe`, at INFO, and one that names every place, at DEBUG. `TORCH_LOGS=zbpipe`
+in the environment shows the first, `TORCH_LOGS=+zbpipe` both.
 
 A function that other code holds outside of a module's namespace stays torch's, and goes on working. Such places are a
 default argument, a `functools.partial`, the graph of a traced `Pipe`.
@@ -195,9 +195,9 @@ def _rebind(release_outputs: bool | None) -> None:
     state.in_force = True
     _warn_of_strangers()
     _warn_of_unknown()
-    names = ", ".join(map(str, _places))
     effect = ", which changes nothing: this torch does so itself" if pipelining.releases_by_itself() else ""
-    logger.info("patched %s; release_outputs is %s%s", names, release_outputs, effect)
+    logger.info("patched torch at %d places; release_outputs is %s%s", len(_places), release_outputs, effect)
+    logger.debug("patched %s", ", ".join(map(str, _places)))
 
 
 def _restore() -> None:
@@ -214,7 +214,8 @@ def _restore() -> None:
     scale.refusal = None
     data_parallel.forget()
     methods.restore()
-    logger.info("unpatched %s", ", ".join(map(str, restored)))
+    logger.info("unpatched torch at %d places", len(restored))
+    logger.debug("unpatched %s", ", ".join(map(str, restored)))
     if rebound:
         logger.warning(
             "not restored: %s; other code has rebound them since patch(), and must put torch's functions back itself",

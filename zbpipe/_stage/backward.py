@@ -1,7 +1,7 @@
 """A stage's backward, in every torch: the facts that I needs, and what the stage keeps after I beside the groups."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -37,18 +37,48 @@ def backward_one_chunk(
     return result
 
 
-def refuse_lost_gradients(stage: Any, outputs: Any, grads: Any) -> None:
-    """Raises ValueError for a stage's outputs that require a gradient, if torch has none for any of them."""
-    if stage.is_last or not grads or any(grad is not None for grad in grads):
+def refuse_lost_gradients(stage: Any, outputs: Any, grads: Any, inputs: Iterable[Any]) -> None:
+    """Raises ValueError for a stage's outputs that have no history, though it learns as do those before it. Likewise
+    for outputs that require a gradient, if torch has none for any of them. Not for the last stage: a loss may be
+    constant, or computed otherwise."""
+    if stage.is_last:
         return
     given = outputs if isinstance(outputs, (tuple, list)) else [outputs]
-    lost = [output for output in given if isinstance(output, GradientEdge) or getattr(output, "requires_grad", False)]
-    if lost:
+    lost = [output for output in given if _takes_gradient(output)]
+    learns = any(map(_takes_gradient, inputs)) and any(map(_takes_gradient, stage.submod.parameters()))
+    if given and not lost and learns:
+        raise _without_history(f"the outputs of stage {stage.stage_index}")
+    if lost and grads and all(grad is None for grad in grads):
         raise ValueError(
             f"output_grads holds no gradient for any of the {len(lost)} outputs of stage {stage.stage_index} that "
             "require one. torch's stages learn in their first step which outputs take a gradient; after parameters "
             "were frozen or thawed make new stages and a new schedule"
         )
+
+
+def refuse_without_history(
+    outputs: Iterable[Any], grads: Iterable[Any] | None, inputs: Iterable[Any], weights: Iterable[Any] | None
+) -> None:
+    """Raises ValueError for outputs of which none has a history, where gradients came and a leaf requires one. A loss,
+    for which none comes, may be constant."""
+    if grads is None or any(map(_takes_gradient, outputs)) or not any(isinstance(g, torch.Tensor) for g in grads):
+        return
+    if not all(isinstance(output, (torch.Tensor, type(None))) for output in outputs):
+        return  # refused by C
+    if any(map(_takes_gradient, inputs)) or any(map(_takes_gradient, weights or ())):
+        raise _without_history("stage_outputs_or_loss")
+
+
+def _takes_gradient(value: Any) -> bool:
+    return isinstance(value, GradientEdge) or getattr(value, "requires_grad", False)
+
+
+def _without_history(what: str) -> ValueError:
+    return ValueError(
+        f"{what}: none has a history, so that no gradient would reach the stage's inputs and weights, nor the stages "
+        "before it. Run the forward with gradients enabled, and hand on no detached tensors. If this stage is to learn "
+        "nothing, call requires_grad_(False) on its module"
+    )
 
 
 def _received(stage: Any, microbatch: int) -> int:

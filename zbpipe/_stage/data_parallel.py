@@ -62,7 +62,9 @@ def backward_maybe_with_nosync(
     if backward_type == "input":
         _refuse_what_cannot_be_split(self)
     if backward_type != "weight":
-        backward.refuse_lost_gradients(self, bwd_kwargs["stage_output"], bwd_kwargs["output_grads"])
+        backward.refuse_lost_gradients(
+            self, bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"]
+        )
     if is_ddp(self.submod):
         ddp.refuse_main_grad(self)
         if backward_type != "input":

@@ -30,19 +30,19 @@ _REMEDIES = {
     "unknown": "another operation",
 }
 
-_checked: weakref.WeakSet[Any] = weakref.WeakSet()  # stages whose first I has been looked at
+stages: weakref.WeakSet[Any] = weakref.WeakSet()  # those whose first I has been looked at
 _said: set[str] = set()
 
 
 @contextlib.contextmanager
 def looking_at_first(stage: Any, microbatch: int) -> Iterator[None]:
     """Around a stage's I. After its first one warns, on the logger ``zbpipe``, if W is left next to nothing."""
-    if stage in _checked:
+    if stage in stages:
         yield
         return
     before = {weight: _sums_of(weight) for weight in _matrices(stage.submod.parameters())}
     yield
-    _checked.add(stage)
+    stages.add(stage)
     with contextlib.suppress(Exception):  # also of a logger's filters
         inner = [weight for weight, sums in before.items() if _sums_of(weight) != sums]
         said = word(stage.backward_state[microbatch][1], inner)

@@ -1,4 +1,4 @@
-"""What the pytest plugin does for tests that ask for it. Its option, marker and fixture: hook/zbpipe_pytest.py.
+"""What the pytest plugin does for tests that ask for it. Its option, marker and fixture: _zbpipe_hook/plugin.py.
 
 A test is watched from before its set-up until after its teardown, so what its fixtures own is no leak. A leak is an
 error of the teardown. Not leaks are:

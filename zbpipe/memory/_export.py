@@ -17,7 +17,7 @@ from zbpipe.memory._log import Phase
 
 _AT_ONCE = 20_000  # pieces that one write takes
 _GZIP_LEVEL = 3  # a million events: 5.7 MB; 4.8 MB in 2.4 times the time at level 9
-_COLOURS = {"forward": "#8fb8de", "I": "#f2b872", "W": "#a5cf9a", "B": "#d8a2b8"}
+COLOURS = {"forward": "#8fb8de", "I": "#f2b872", "W": "#a5cf9a", "B": "#d8a2b8"}  # of the project's other pictures, too
 _OTHER, _LINE = "#b8a9d9", "#1f3b57"
 _POINTS = 4000  # of the curve, and of as many parts at most the highest level
 _MOST_ROWS = 12  # of kinds of phases; what is left shares one more
@@ -90,7 +90,7 @@ def draw(title: str, device: str, phases: Sequence[Phase], events: Events, count
     axes.set(xlabel="ms after the recording began", ylabel=f"live on {device}, {size.name}")
     for row, (name, those) in enumerate(rows.items()):
         spans = [(p.begin_ns / _MS, (p.end_ns - p.begin_ns) / _MS) for p in those]
-        colour = _COLOURS.get(name, _OTHER)
+        colour = COLOURS.get(name, _OTHER)
         # An edge shows what is too short for a pixel.
         strip.broken_barh(spans, (row + 0.1, 0.8), facecolors=colour, edgecolors=colour, lw=0.6)
         axes.broken_barh(spans, (0, axes.get_ylim()[1]), facecolors=colour, alpha=0.18)

@@ -17,8 +17,8 @@ static PyObject *references_of(PyObject *module, PyObject *thing)
     const bool is_group = Py_IS_TYPE(thing, *zbp_group_type(module));
     zbp_error error = {0};
 
-    return zbp_or_raise(zbp_references_of(thing, is_group ? zbp_group_in(thing) : NULL,
-                                          zbp_passes_run_elsewhere(), &error),
+    return zbp_or_raise(zbp_references_of(thing, is_group ? zbp_group_in(thing, false) : NULL,
+                                          zbp_running != zbp_running_here, &error),
                         &error);
 }
 

@@ -1,7 +1,7 @@
 // Whose memory the gradient of a stage input has.
 
 #include "shim/group/dtensor.h"
-#include "shim/input/walk.h"
+#include "shim/input/scene.h"
 
 namespace zbp {
 

@@ -3,7 +3,7 @@
 #include "shim/engine/engine.h"
 #include "shim/group/facts.h"
 #include "shim/group/saved.h"
-#include "shim/input/walk.h"
+#include "shim/input/scene.h"
 #include "shim/torch/detach.h"
 #include "shim/torch/gil.h"
 

@@ -5,7 +5,7 @@
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include "shim/input/walk.h"
+#include "shim/input/scene.h"
 
 namespace {
 
@@ -139,10 +139,10 @@ void set_input_grads(const InputPassArgs& args, const variable_list& grads) {
 
 void add_arguments(Scene& scene, const zbp_input_args& given) {
   scene.args.policy = given.policy;
-  scene.args.all_leaves = !given.weights;
-  add_outputs(scene.args, given.outputs, given.grads);
+  scene.args.all_leaves = given.weights == Py_None;
+  add_outputs(scene.args, given.outputs, given.grads == Py_None ? nullptr : given.grads);
   add_inputs(scene, given.inputs);
-  for (Py_ssize_t i = 0; given.weights && i < PyTuple_GET_SIZE(given.weights); ++i) {
+  for (Py_ssize_t i = 0; !scene.args.all_leaves && i < PyTuple_GET_SIZE(given.weights); ++i) {
     add_weight(scene.args, static_cast<size_t>(i), PyTuple_GET_ITEM(given.weights, i));
   }
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(given.excluded); ++i) {

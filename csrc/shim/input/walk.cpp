@@ -1,4 +1,4 @@
-#include "shim/input/walk.h"
+#include "shim/input/scene.h"
 
 #include <torch/csrc/autograd/variable.h>
 

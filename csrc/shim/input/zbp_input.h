@@ -22,12 +22,12 @@
 
 ZBP_BEGIN_C
 
-/* The arguments of I, all tuples, borrowed.
+/* The arguments of I, tuples or None where it says so, borrowed.
  *
  * outputs:  tensors, GradientEdges, None. The backward starts from those that take a gradient.
- * grads:    per output a tensor, None, or False for one that is only detached; NULL: ones for all.
+ * grads:    per output a tensor, None, or False for one that is only detached; None: ones for all.
  * inputs:   anything; a tensor that requires a gradient gets one.
- * weights:  leaf tensors; NULL: every leaf that accumulates.
+ * weights:  leaf tensors; None: every leaf that accumulates.
  * excluded: tensors whose gradients I computes, if they are weights. */
 typedef struct zbp_input_args {
     zbp_policy policy;

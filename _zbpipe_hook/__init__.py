@@ -6,6 +6,7 @@ finder waits for the import of torch.distributed.pipelining, and patches after i
 """
 
 import importlib
+import logging
 import os
 import sys
 import threading
@@ -13,6 +14,12 @@ import threading
 PIPELINING = "torch.distributed.pipelining"
 ON = ("1", "true", "yes")
 OFF = ("", "0", "false", "no")
+VARIABLES = ("ZBPIPE_PATCH", "ZBPIPE_POLICY", "ZBPIPE_RELEASE_OUTPUTS")
+# Of zbpipe's own build, tests and benchmarks.
+OURS = {
+    *("ZBPIPE_DEVICE", "ZBPIPE_LATE_CACHE", "ZBPIPE_LOCAL", "ZBPIPE_PACK", "ZBPIPE_PROGRAMS", "ZBPIPE_SANITIZE"),
+    *("ZBPIPE_TABLES", "ZBPIPE_TEST_MODULE", "ZBPIPE_UNDER", "ZBPIPE_UNITS", "ZBPIPE_WERROR"),
+}
 
 
 def install():
@@ -21,12 +28,23 @@ def install():
     With a value other than 1, true, yes, 0, false, no the import of torch.distributed.pipelining raises RuntimeError.
     To ignore the value would be a silent fall-back; to raise here would stop every Python of the environment.
     """
+    if unread := misspelled():
+        logging.getLogger("zbpipe").warning("%s in the environment: zbpipe reads no such variable", ", ".join(unread))
     value = os.environ.get("ZBPIPE_PATCH", "").strip().lower()
     if value not in OFF and not any(isinstance(finder, Finder) for finder in sys.meta_path):
         finder = Finder(value)
         if "zbpipe" in sys.modules:  # zbpipe's import of torch calls this, and ends with complete()
             finder.started.add("zbpipe")
         sys.meta_path.insert(0, finder)
+
+
+def misspelled():
+    """The variables in the environment that nothing reads, each with the nearest: "ZBPIPE_PACTH (ZBPIPE_PATCH?)"."""
+    unread = sorted({name for name in os.environ if name.startswith("ZBPIPE_")} - {*VARIABLES, *OURS})
+    if not unread:
+        return []
+    closest = importlib.import_module("difflib").get_close_matches  # few need it
+    return [f"{name} ({closest(name, VARIABLES, 1, 0)[0]}?)" for name in unread]
 
 
 def complete():
@@ -87,4 +105,6 @@ class Finder:
             if ready:
                 sys.meta_path.remove(self)
         if ready:
-            importlib.import_module("zbpipe").patch()
+            import zbpipe
+
+            zbpipe.patch()
