@@ -23,7 +23,7 @@ OURS = {
 
 
 def install():
-    """Installs the finder if ZBPIPE_PATCH asks for it. A second call changes nothing.
+    """Installs the finder if ZBPIPE_PATCH asks for it, once. Logs a warning of variables that nothing reads.
 
     With a value other than 1, true, yes, 0, false, no the import of torch.distributed.pipelining raises RuntimeError.
     To ignore the value would be a silent fall-back; to raise here would stop every Python of the environment.

@@ -108,7 +108,7 @@ def _timeline(axes: Axes, couple: Sequence[Result]) -> None:
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.set_title("one recorded step")
-    axes.set_xlabel("ms; recording slows it, so longer than below")
+    axes.set_xlabel("ms, of one step; the bars are medians of others")
     _legend(axes, [kind for kind in SPANS if any(kind in result.memory[rank].kinds for result, rank in rows)])
 
 

@@ -223,6 +223,7 @@ STATES = {
     "a policy of one word": ({}, [], {"ZBPIPE_POLICY": "all"}, 5, "says 'all'"),
     "neither on nor off": ({}, [], {"ZBPIPE_PATCH": "maybe"}, 6, "'maybe'"),
     "no autoload": ({}, [], {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, 7, "AUTOLOAD=0.*; zbpipe.patch.. in the script does"),
+    "a misspelled variable": ({}, [], {"ZBPIPE_POLCY": "defer=all"}, 8, r"ZBPIPE_POLCY \(ZBPIPE_POLICY\?\): "),
 }  # fmt: skip
 
 
@@ -293,5 +294,6 @@ def test_what_is_to_be_done_can_be_done_where_zbpipe_is(tmp_path, is_tree):
         )
     else:
         assert last.endswith(
-            "`pip install --no-build-isolation --no-deps --force-reinstall --no-cache-dir --no-binary zbpipe zbpipe`."
+            f"in the sources of zbpipe {zbpipe.__version__}, run `pip install --no-build-isolation --no-deps --force-reinstall "
+            ".`, or `make wheels` for a wheel with a library for each tested torch."
         )

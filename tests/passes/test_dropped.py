@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble
 
 import zbpipe
+from zbpipe._stage import dropped  # what it asks before it says anything
 
 pytestmark = [needs_zbpipe, pytest.mark.usefixtures("alone")]
 LOST = "a parameter group was freed before its weight pass, and the gradient of"
@@ -67,7 +68,18 @@ def step_without_w():
 
 def test_the_parameters_of_a_stage_are_named():
     words = [text for text, _ in said(step_without_w)]
-    assert len(words) == 2 and all("0.weight" in text and "0.bias" in text for text in words)
+    assert len(words) == 2 and all("0.weight of stage 1" in text and "0.bias of stage 1" in text for text in words)
+
+
+@pytest.mark.parametrize(("action", "asked"), [("ignore", 0), ("always", 1)])
+def test_names_are_looked_for_only_where_they_are_shown(action, asked, monkeypatch):
+    calls = []
+    monkeypatch.setattr(dropped.fsdp, "served_by", lambda group: calls.append(1) or ())
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter(action, ResourceWarning)
+        warnings.filterwarnings("error", "of another text", Warning)  # as torch and numpy have some
+        groups_of()
+    assert len(calls) == asked
 
 
 def run_w(groups, **options):

@@ -28,9 +28,18 @@ def schedule_of(modules):
     return ScheduleInterleavedZeroBubble(stages, 2, loss_fn=nn.functional.mse_loss, scale_grads=False)
 
 
-@pytest.mark.parametrize("how", ["no_grad", "detach"])
-def test_a_schedule_names_the_stage(how):
-    modules = [Cut(4, 4) for _ in range(3)]
+class Bare(nn.Module):
+    """Has no parameters."""
+
+    how = ""
+
+    def forward(self, x):
+        return x.detach() if self.how else x.sin()
+
+
+@pytest.mark.parametrize(("how", "kind"), [("no_grad", Cut), ("detach", Cut), ("detach", Bare)])
+def test_a_schedule_names_the_stage(how, kind):
+    modules = [Cut(4, 4), Cut(4, 4) if kind is Cut else Bare(), Cut(4, 4)]
     x, target = torch.randn(4, 4), torch.randn(4, 4)
     with zbpipe.patch():
         schedule = schedule_of(modules)

@@ -45,7 +45,8 @@ def refuse_lost_gradients(stage: Any, outputs: Any, grads: Any, inputs: Iterable
         return
     given = outputs if isinstance(outputs, (tuple, list)) else [outputs]
     lost = [output for output in given if _takes_gradient(output)]
-    learns = any(map(_takes_gradient, inputs)) and any(map(_takes_gradient, stage.submod.parameters()))
+    trained = [*map(_takes_gradient, stage.submod.parameters())]
+    learns = any(map(_takes_gradient, inputs)) and (any(trained) or not trained)
     if given and not lost and learns:
         raise _without_history(f"the outputs of stage {stage.stage_index}")
     if lost and grads and all(grad is None for grad in grads):
