@@ -141,7 +141,7 @@ def picture() -> str:
     made = json.loads((ROOT / "docs" / "pictures" / "timeline.json").read_text())
     torchs, ours = (max(end for rank in made["ms"][side] for *_, end in rank) for side in ("torch", "zbpipe"))
     return (
-        f"One step of ZBV on two ranks, all blocks checkpointed, the median of nine: {torchs:.0f} ms on torch's module, "
+        f"One step of ZBV on two ranks, blocks checkpointed, the median of nine: {torchs:.0f} ms on torch's module, "
         f"{ours:.0f} ms on zbpipe, {times(ours / torchs)}. Both are recorded, which slows them (torch {made['torch']})."
     )
 
