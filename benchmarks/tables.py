@@ -121,7 +121,7 @@ def in_short() -> str:
         ['— with `checkpoint="recompute"`', "1x", peak("recompute")],
         ['— with `checkpoint="input_pass"`', "1x", peak("input_pass")],
         [
-            "— recomputations of a block, per microbatch (torch: once per group of weights)",
+            "— recomputations of a block, per microbatch (torch: in I, and in W once per group of weights)",
             again["torch"],
             f'{again["keep"]}; {again["recompute"]} with `"recompute"`',
         ],
@@ -142,7 +142,8 @@ def picture() -> str:
     torchs, ours = (max(end for rank in made["ms"][side] for *_, end in rank) for side in ("torch", "zbpipe"))
     return (
         f"One step of ZBV on two ranks, blocks checkpointed, the median of nine: {torchs:.0f} ms on torch's module, "
-        f"{ours:.0f} ms on zbpipe, {times(ours / torchs)}. Both are recorded, which slows them (torch {made['torch']})."
+        f"{ours:.0f} ms on zbpipe, {times(ours / torchs)} (torch {made['torch']}). Both ran under memory.record(), "
+        "which slows them."
     )
 
 

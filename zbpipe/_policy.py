@@ -136,7 +136,8 @@ def _from_environment() -> Policy:
         elif name in _WORDS:
             choices[name] = value
         else:
-            raise ValueError(f"{_VARIABLE} says {item!r}; expected defer=, checkpoint=, fused= or main_grad=")
+            words = "expected defer=, checkpoint=, fused= or main_grad=; parameters to exclude are named in Python"
+            raise ValueError(f"{_VARIABLE} says {item!r}; {words}")
     try:
         return Policy(**choices)
     except (TypeError, ValueError) as error:

@@ -129,7 +129,9 @@ def draw(data):
         axes.invert_yaxis()
         axes.tick_params(length=0)
         axes.spines[["top", "right", "left"]].set_visible(False)
-    panels[-1].set_xlabel("milliseconds from the step's first action; numbers are microbatches")
+    panels[-1].set_xlabel(
+        "milliseconds from the step's first action; numbers are microbatches, in each of a rank's two stages"
+    )
     kinds = [kind for kind in WORDS if any(kind == of for step in data["ms"].values() for r in step for of, *_ in r)]
     boxes = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[kind]) for kind in kinds]
     figure.legend(

@@ -86,6 +86,7 @@ def _losses(axes: Axes, couple: Sequence[Result]) -> None:
             axes.plot(steps, result.losses, color=COLOURS[result.side], label=result.side, **look[result.side])
     axes.set_title(_label(couple))
     axes.set_xlabel("step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend()
 
 
@@ -107,8 +108,8 @@ def _timeline(axes: Axes, couple: Sequence[Result]) -> None:
     axes.set_yticks(range(len(rows)), [f"{result.side}, {rank}" for result, rank in rows], fontsize=7)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    axes.set_title("one recorded step")
-    axes.set_xlabel("ms, of one step; the bars are medians of others")
+    axes.set_title("one recorded step, not the median")
+    axes.set_xlabel("ms")
     _legend(axes, [kind for kind in SPANS if any(kind in result.memory[rank].kinds for result, rank in rows)])
 
 
@@ -133,8 +134,8 @@ def _memory(axes: Axes, couple: Sequence[Result]) -> None:
         axes.axvspan(place, place + 1, ymax=0.035, facecolor=SPANS[kind], lw=0)
     axes.set_xlim(0, len(kinds))
     axes.set_xticks([])
-    axes.set_title(f"memory on rank {rank}")
-    axes.set_xlabel("the rank's actions in order, coloured as below")
+    axes.set_title(f"memory on rank {rank}, which has most")
+    axes.set_xlabel("its actions in order, coloured as below")
     axes.legend(loc="upper right", ncols=2, fontsize=7)
 
 

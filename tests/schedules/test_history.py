@@ -49,6 +49,20 @@ def test_a_schedule_names_the_stage(how, kind):
             schedule.step(x, target=target)
 
 
+def test_a_last_stage_without_history_is_said_once(caplog):
+    modules = [Cut(4, 4) for _ in range(3)]
+    x, target = torch.randn(4, 4), torch.randn(4, 4)
+    with zbpipe.patch():
+        schedule = schedule_of(modules)
+        schedule.step(x, target=target)
+        modules[2].how = "no_grad"
+        schedule.step(x, target=target)
+    (words,) = [text for text in caplog.messages if "history" in text]
+    assert words.startswith(
+        "stage 2: neither the loss of microbatch 0 nor an output has a history, so that nothing learns"
+    )
+
+
 def test_frozen_first_stages_may_run_without_gradients():
     modules = [Cut(4, 4).requires_grad_(i == 2) for i in range(3)]
     modules[0].how, modules[1].how = "no_grad", "detach"

@@ -66,7 +66,7 @@ def run(everything: bool = False) -> int:
             faults.append(f"{name} is {value!r}: set it to 1 or to 0")
     if importlib.util.find_spec("_zbpipe_hook"):
         unread = importlib.import_module("_zbpipe_hook").misspelled()
-        faults += [f"{name}: zbpipe reads no such variable" for name in unread]
+        faults += [f"{name}: zbpipe reads no such variable, so it has no effect" for name in unread]
     line("ZBPIPE_PATCH=1", would_patch(faults))
     line("patched now", "yes" if is_patched() else "no")
     line("policy", str(get_policy()))

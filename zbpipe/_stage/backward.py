@@ -77,8 +77,8 @@ def _takes_gradient(value: Any) -> bool:
 def _without_history(what: str) -> ValueError:
     return ValueError(
         f"{what}: none has a history, so that no gradient would reach the stage's inputs and weights, nor the stages "
-        "before it. Run the forward with gradients enabled, and hand on no detached tensors. If this stage is to learn "
-        "nothing, call requires_grad_(False) on its module"
+        "before it. Run the forward with gradients enabled, and hand on no detached tensors. If neither this stage nor "
+        "one before it is to learn, call requires_grad_(False) on their modules"
     )
 
 

@@ -9,6 +9,7 @@ output may also be a parameter (a prompt). torch's stage detaches and never trai
 """
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from torch.autograd.graph import GradientEdge
 from zbpipe._stage import handover
 from zbpipe._torch import pipelining
 
+_told: weakref.WeakSet[Any] = weakref.WeakSet()  # stages of which a loss without history was said
 _spent: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
 
@@ -28,7 +30,16 @@ def beginning(stage: Any, microbatch: int, loss: torch.Tensor, full_backward: bo
     if not full_backward:
         _refuse_spent(stage, microbatch, loss)
     will_be_spent = loss.requires_grad and not full_backward
-    with handover.BesideTheLoss(pipelining.take_outputs(stage, microbatch)):
+    outputs = pipelining.take_outputs(stage, microbatch)
+    if not any(getattr(one, "requires_grad", False) for one in (loss, *outputs)) and stage not in _told:
+        _told.add(stage)
+        logging.getLogger("zbpipe").warning(
+            "stage %d: neither the loss of microbatch %d nor an output has a history, so that nothing learns from it; "
+            "run the forward with gradients enabled",
+            stage.stage_index,
+            microbatch,
+        )
+    with handover.BesideTheLoss(outputs):
         yield
     if will_be_spent:
         _spent[id(loss)] = loss
