@@ -12,6 +12,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
 from demo.config import SCHEDULES, Config
 from demo.report import Result, pairs
@@ -86,7 +87,7 @@ def _losses(axes: Axes, couple: Sequence[Result]) -> None:
             axes.plot(steps, result.losses, color=COLOURS[result.side], label=result.side, **look[result.side])
     axes.set_title(_label(couple))
     axes.set_xlabel("step")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend()
 
 

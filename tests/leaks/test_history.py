@@ -24,6 +24,8 @@ from torch import nn
 import zbpipe
 from zbpipe.leaks import Growth, check_tensor_leak, find_holders
 
+pytestmark = pytest.mark.drops_groups
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _all_is_imported():
