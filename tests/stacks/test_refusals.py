@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zbpipe
 
-pytestmark = pytest.mark.usefixtures("alone")
+pytestmark = [pytest.mark.drops_groups, pytest.mark.usefixtures("alone")]
 
 
 def part_in_fsdp():
