@@ -10,6 +10,8 @@ from support.late_stages import ROWS, STAGES, WIDTH, ToHost, mlp, of
 
 import zbpipe
 
+pytestmark = pytest.mark.drops_groups
+
 
 def on_both(m, x):
     """The first layers on one device, the last on the other; a scale of the first comes in again at the end."""
