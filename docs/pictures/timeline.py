@@ -19,40 +19,35 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage, ScheduleZBVZeroBubble
 
 import zbpipe
 from zbpipe.memory._export import COLOURS
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from bench.stages import transformer
+import checkpointed
 
-RANKS, MICROBATCHES, BLOCKS, WIDTH, TOKENS = 2, 4, 2, 64, 128
+RANKS, MICROBATCHES, SIZES = 2, 4, checkpointed.Sizes(blocks=2, width=64, tokens=128)
 WARM_UP, STEPS = 3, 9
 WORDS = {"forward": "forward", "I": "input pass (I)", "W": "weight pass (W)"}
-SIDES = {"torch": "torch.distributed.pipelining", "zbpipe": "the same schedule after zbpipe.patch()"}
+SIDES = {  # the policy, and the caption
+    "torch": (None, "torch.distributed.pipelining"),
+    "zbpipe": ("keep", "the same schedule after zbpipe.patch()"),
+}
 DATA, PICTURE = (Path(__file__).with_suffix(suffix) for suffix in (".json", ".svg"))
 
 
-class Side:
-    def __init__(self, rank, name):
-        torch.manual_seed(rank)
-        self.name, self.places, self.steps = name, (rank, 2 * RANKS - 1 - rank), []
-        modules = [transformer(BLOCKS, WIDTH, TOKENS, checkpointed=True) for _ in self.places]
-        self.stages = [
-            PipelineStage(module, place, 2 * RANKS, torch.device("cpu"))
-            for module, place in zip(modules, self.places, strict=True)
-        ]
-        self.schedule = ScheduleZBVZeroBubble(self.stages, MICROBATCHES, loss_fn=torch.nn.functional.mse_loss)
-        self.x = torch.ones(MICROBATCHES, TOKENS, WIDTH)
+class Side(checkpointed.Side):
+    def __init__(self, name):
+        super().__init__("ScheduleZBVZeroBubble", MICROBATCHES, SIDES[name][0], SIZES, "cpu")
+        self.name, self.steps = name, []
 
-    def step(self):
+    def record(self):
         """Adds a step: (kind, stage, microbatch, begin, end) of each action of this rank, in seconds."""
-        given = [self.x] if 0 in self.places else []
-        target = {"target": self.x} if 2 * RANKS - 1 in self.places else {}
+        given = [self.x] if self.is_first else []
+        target = {"target": self.x} if self.is_last else {}
         for stage in self.stages:
             stage.clear_runtime_states()
-        with zbpipe.patch() if self.name == "zbpipe" else torch.enable_grad():
+        with zbpipe.patch() if self.policy else torch.enable_grad():
             dist.barrier()
             with zbpipe.memory.record(max_events=0) as recording:
                 with recording.phase("clock"):
@@ -71,10 +66,10 @@ def work(rank, port):
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS, timeout=timedelta(minutes=5)
     )
-    sides = [Side(rank, name) for name in SIDES]
+    sides = [Side(name) for name in SIDES]
     for _ in range(WARM_UP + STEPS):
         for side in sides:
-            side.step()
+            side.record()
     found = {}
     for side in sides:
         of_ranks = [None] * RANKS
@@ -107,7 +102,7 @@ def titles(data):
     """The captions of the panels."""
     took = {side: length(step) for side, step in data["ms"].items()}
     ratio = f", {took['zbpipe'] / took['torch']:.2f}x"
-    return {side: f"{SIDES[side]}: {ms:.1f} ms{ratio if side == 'zbpipe' else ''}" for side, ms in took.items()}
+    return {side: f"{SIDES[side][1]}: {ms:.1f} ms{ratio if side == 'zbpipe' else ''}" for side, ms in took.items()}
 
 
 def draw(data):

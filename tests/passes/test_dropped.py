@@ -9,8 +9,8 @@ import warnings
 import pytest
 import torch
 from support.oracle import needs_zbpipe
+from support.pipelines import Pipeline
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble
 
 import zbpipe
 from zbpipe._stage import dropped  # what it asks before it says anything
@@ -57,13 +57,12 @@ def test_the_line_is_that_of_the_program():
 
 def step_without_w():
     modules = [nn.Sequential(nn.Linear(4, 4)) for _ in range(2)]
-    stages = [PipelineStage(module, i, 2, torch.device("cpu")) for i, module in enumerate(modules)]
-    schedule = ScheduleInterleavedZeroBubble(stages, 2, loss_fn=nn.functional.mse_loss)
+    line = Pipeline("ScheduleInterleavedZeroBubble", modules).start(nn.functional.mse_loss, 2)
     with zbpipe.patch():
-        schedule.step(torch.randn(4, 4), target=torch.randn(4, 4))
-        stages[1].backward_weight_one_chunk = lambda *args, **kwargs: None
-        schedule.step(torch.randn(4, 4), target=torch.randn(4, 4))
-        stages[1].backward_state.clear()
+        line.step(torch.randn(4, 4), torch.randn(4, 4))
+        line.stages[1].backward_weight_one_chunk = lambda *args, **kwargs: None
+        line.step(torch.randn(4, 4), torch.randn(4, 4))
+        line.stages[1].backward_state.clear()
 
 
 def test_the_parameters_of_a_stage_are_named():

@@ -4,8 +4,8 @@ import contextlib
 
 import pytest
 import torch
+from support.pipelines import Pipeline
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble
 
 import zbpipe
 
@@ -23,9 +23,8 @@ class Cut(nn.Linear):
         return out.detach() if self.how == "detach" else out
 
 
-def schedule_of(modules):
-    stages = [PipelineStage(module, i, len(modules), torch.device("cpu")) for i, module in enumerate(modules)]
-    return ScheduleInterleavedZeroBubble(stages, 2, loss_fn=nn.functional.mse_loss, scale_grads=False)
+def schedule_of(modules, loss=nn.functional.mse_loss):
+    return Pipeline("ScheduleInterleavedZeroBubble", modules).start(loss, 2).schedule
 
 
 class Bare(nn.Module):
@@ -89,11 +88,7 @@ def test_the_loss_of_the_last_stage_may_be_constant_or_computed_otherwise():
     x = torch.randn(4, 4)
     nn.init.ones_(modules[0].bias)
     with zbpipe.patch():
-        stages = [PipelineStage(module, i, 3, torch.device("cpu")) for i, module in enumerate(modules)]
-        schedule = ScheduleInterleavedZeroBubble(
-            stages, 2, loss_fn=lambda out, target: modules[2].loss, scale_grads=False
-        )
-        schedule.step(x, target=x)
+        schedule_of(modules, lambda out, target: modules[2].loss).step(x, target=x)
     whole, losses = nn.Sequential(*modules), []
     for part in x.chunk(2):
         whole(part)

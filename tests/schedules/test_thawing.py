@@ -4,8 +4,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from support.pipelines import Pipeline
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble
 
 import zbpipe
 
@@ -14,8 +14,7 @@ LEARNS = torch.__version__ >= (2, 12)  # torch 2.11's stages ask in every step
 
 
 def schedule_of(modules):
-    stages = [PipelineStage(module, i, 3, torch.device("cpu")) for i, module in enumerate(modules)]
-    return ScheduleInterleavedZeroBubble(stages, 2, loss_fn=nn.functional.mse_loss, scale_grads=False)
+    return Pipeline("ScheduleInterleavedZeroBubble", modules).start(nn.functional.mse_loss, 2).schedule
 
 
 # The second stage's gradient is asked for in an I, the first one's in a whole backward.

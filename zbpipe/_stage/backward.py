@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge
 
 from zbpipe._stage import handover, idle, losses
 from zbpipe._stage.before_2_15 import buffers, outputs
+from zbpipe._torch.autograd import takes_gradient
 
 
 def backward_one_chunk(
@@ -44,10 +44,8 @@ def refuse_lost_gradients(stage: Any, outputs: Any, grads: Any, inputs: Iterable
     if stage.is_last:
         return
     given = outputs if isinstance(outputs, (tuple, list)) else [outputs]
-    lost = [output for output in given if _takes_gradient(output)]
-    trained = [*map(_takes_gradient, stage.submod.parameters())]
-    learns = any(map(_takes_gradient, inputs)) and (any(trained) or not trained)
-    if given and not lost and learns:
+    lost = [output for output in given if takes_gradient(output)]
+    if given and not lost and _learns(stage, inputs):
         raise _without_history(f"the outputs of stage {stage.stage_index}")
     if lost and grads and all(grad is None for grad in grads):
         raise ValueError(
@@ -57,21 +55,22 @@ def refuse_lost_gradients(stage: Any, outputs: Any, grads: Any, inputs: Iterable
         )
 
 
+def _learns(stage: Any, inputs: Iterable[Any]) -> bool:
+    trained = [parameter.requires_grad for parameter in stage.submod.parameters()]
+    return any(map(takes_gradient, inputs)) and (any(trained) or not trained)
+
+
 def refuse_without_history(
     outputs: Iterable[Any], grads: Iterable[Any] | None, inputs: Iterable[Any], weights: Iterable[Any] | None
 ) -> None:
     """Raises ValueError for outputs of which none has a history, where gradients came and a leaf requires one. A loss,
     for which none comes, may be constant."""
-    if grads is None or any(map(_takes_gradient, outputs)) or not any(isinstance(g, torch.Tensor) for g in grads):
+    if grads is None or any(map(takes_gradient, outputs)) or not any(isinstance(g, torch.Tensor) for g in grads):
         return
     if not all(isinstance(output, (torch.Tensor, type(None))) for output in outputs):
         return  # refused by C
-    if any(map(_takes_gradient, inputs)) or any(map(_takes_gradient, weights or ())):
+    if any(map(takes_gradient, inputs)) or any(map(takes_gradient, weights or ())):
         raise _without_history("stage_outputs_or_loss")
-
-
-def _takes_gradient(value: Any) -> bool:
-    return isinstance(value, GradientEdge) or getattr(value, "requires_grad", False)
 
 
 def _without_history(what: str) -> ValueError:

@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge
 
 from zbpipe._stage import handover
 from zbpipe._torch import pipelining
+from zbpipe._torch.autograd import takes_gradient
 
 _told: weakref.WeakSet[Any] = weakref.WeakSet()  # stages of which a loss without history was said
 _spent: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
@@ -31,7 +32,7 @@ def beginning(stage: Any, microbatch: int, loss: torch.Tensor, full_backward: bo
         _refuse_spent(stage, microbatch, loss)
     will_be_spent = loss.requires_grad and not full_backward
     outputs = pipelining.take_outputs(stage, microbatch)
-    if not any(getattr(one, "requires_grad", False) for one in (loss, *outputs)) and stage not in _told:
+    if not any(map(takes_gradient, (loss, *outputs))) and stage not in _told:
         _told.add(stage)
         logging.getLogger("zbpipe").warning(
             "stage %d: neither the loss of microbatch %d nor an output has a history, so that nothing learns from it; "
@@ -81,7 +82,7 @@ def grads_for_inputs(
         if not isinstance(output, GradientEdge):
             require_tensor(output, "in the backward from which stages learn the shapes of their gradients")
     wanted = [i for i in inputs if isinstance(i, torch.Tensor) and i.requires_grad]
-    if not wanted or not any(isinstance(o, GradientEdge) or o.requires_grad for o in outputs):
+    if not wanted or not any(map(takes_gradient, outputs)):
         return (None,) * len(inputs)
     grads = torch.autograd.grad(
         outputs=outputs,  # type: ignore[arg-type]

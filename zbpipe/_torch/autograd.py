@@ -51,6 +51,11 @@ SAVED_TENSOR = torch._C._autograd.SavedTensor
 # Tensors.
 
 
+def takes_gradient(value: object) -> bool:
+    """Whether a gradient can arrive there: at a GradientEdge, or at a tensor that requires one."""
+    return isinstance(value, GradientEdge) or getattr(value, "requires_grad", False)
+
+
 def is_view(tensor: torch.Tensor) -> bool:
     return tensor._is_view()
 
