@@ -30,12 +30,13 @@ SAYS = {
     "huggingface.py": "losses of 5 steps equal those of the model in one piece",
     "torchtitan_cpu.py": "torchtitan trained 5 steps; zbpipe is on: True",
     "mixed_precision.py": "weights after 3 steps equal those of the model in one piece",
+    "zbv.py": "step 4: loss 0.920",
     "weight_grad_store.py": "equals an ordinary backward's gradient, bit for bit",
 }
 # Two stages of one rank are neighbours, where torch 2.11's schedules open a connection that gloo refuses.
 OLDER = torch.__version__ < (2, 12)
 OF_A_V = {"at_scale.py", "checkpointed.py", "compile_split.py", "ddp.py", "tensor_parallel.py", "csv_schedule.py"}
-OF_A_V |= {"huggingface.py", "mixed_precision.py"}
+OF_A_V |= {"huggingface.py", "mixed_precision.py", "zbv.py"}
 NEEDS = {"huggingface.py": "transformers", "torchtitan_cpu.py": "torchtitan"}
 # inductor imports what torch itself deprecates, which these runs make an error
 ARGUMENTS = {"compile_split.py": ["aot_eager"]}
@@ -68,7 +69,7 @@ def ranks_of(name):
 QUIET = ["ignore:Warning"] if torch.__version__ < (2, 13) else []
 WARNS = {"torchtitan_cpu.py"}  # torch, of what torchtitan does on a CPU
 # Started as a user starts them: one of each way in which they start their ranks.
-TORCHRUN_ALONE = {"at_scale.py", "torchtitan_cpu.py"}
+TORCHRUN_ALONE = {"at_scale.py", "torchtitan_cpu.py", "zbv.py"}
 START_THEIRS = {"compile_split.py", "csv_schedule.py"}
 
 
