@@ -155,7 +155,7 @@ docs: $(VENV)/.built $(VENV)/.extras-docs ## build the documentation as a site, 
 	$(RUN) -m sphinx --quiet --fail-on-warning --keep-going -b html docs build/docs
 	@echo "build/docs/index.html"
 
-BENCHMARKS := step_overhead checkpointed compile stage_zero recorder leak_checks instructions
+BENCHMARKS := bubbles step_overhead checkpointed compile stage_zero recorder leak_checks instructions
 
 # Half an hour, on a machine that does nothing else.
 bench: $(VENV)/.built $(VENV)/.extras-bench $(VENV)/.extras-demo ## measure all that the docs say, beside torch's own module: benchmarks/results, and the tables of the docs
@@ -165,8 +165,8 @@ bench: $(VENV)/.built $(VENV)/.extras-bench $(VENV)/.extras-demo ## measure all 
 	$(RUN) benchmarks/tables.py
 
 # Without a virtual environment: PYTHON is the one that has CUDA's torch and pytest.
-gpu: ## build and run what wants a GPU on PYTHON's own torch, in nine minutes; DEVICE=cpu rehearses it
-	$(PYTHON) tools/gpu.py --device $(or $(DEVICE),cuda)
+gpu: ## build and run what wants a GPU on PYTHON's own torch, in nine minutes; ONLY=real_size: four more; DEVICE=cpu rehearses it
+	$(PYTHON) tools/gpu.py --device $(or $(DEVICE),cuda) $(if $(ONLY),--only $(ONLY))
 
 clean: ## remove what was built, and every .venv
 	rm -rf build dist *.egg-info .venv .venv-* .pytest_cache .mypy_cache .ruff_cache

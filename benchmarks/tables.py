@@ -19,9 +19,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PINNED = "2.13.0"
 NEWEST = (ROOT / "requirements" / "newest.txt").read_text().partition("torch==")[2].split()[0]
 SPLIT = ("zbpipe", "torch", "store")  # the sides that split
+ZBV = "ScheduleZBVZeroBubble"
 SCHEDULES = {
     "ScheduleInterleavedZeroBubble": "interleaved zero bubble",
-    "ScheduleZBVZeroBubble": "ZBV",
+    ZBV: "ZBV",
     "ScheduleDualPipeV": "DualPipeV",
 }
 
@@ -91,8 +92,8 @@ def machine() -> str:
 def in_short() -> str:
     """What changes for a user, the largest gains first."""
     host, stages = figures("host_time"), figures("memory")["stages"]
-    zbv = [of["sides"] for of in figures("checkpointed")["rows"] if of["schedule"] == "ScheduleZBVZeroBubble"]
-    deep = [of for of in figures("step_overhead") if of["schedule"] == "ScheduleZBVZeroBubble"]
+    zbv = [of["sides"] for of in figures("checkpointed")["rows"] if of["schedule"] == ZBV]
+    deep = [of for of in figures("step_overhead") if of["schedule"] == ZBV]
     deepest = max(deep, key=lambda of: (of["ranks"], of["blocks"]))["ratio"]["median"]
     held = [megabytes(stages["transformer"][side]["bytes"]["held"]) for side in ("torch", "zbpipe")]
 
@@ -133,7 +134,7 @@ def in_short() -> str:
         ],
         ["memory held from I to W by one microbatch of 4 transformer blocks", *(f"{of} MB" for of in held)],
     ]
-    return markdown(["", "torch's module", "zbpipe"], rows)
+    return markdown(["", "torch's module", "zbpipe"], rows + of_real_size())
 
 
 def picture() -> str:
@@ -326,31 +327,107 @@ def checkpointed_steps() -> str:
     return markdown(header, rows)
 
 
+def of_gpus() -> list[dict[str, Any]]:
+    """What `make gpu` found, of each machine and torch. A file may have some of the parts alone."""
+    return [json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks" / "results").glob("gpu-*.json"))]
+
+
 def gpu() -> str:
-    """Of each machine with a GPU, what `make gpu` found."""
     made = []
-    for path in sorted((ROOT / "benchmarks" / "results").glob("gpu-*.json")):
-        found = json.loads(path.read_text())
-        host, stages = found["figures"]["host_time"], found["figures"]["memory"]["stages"]
-        (deep,) = (of for of in found["figures"]["step_overhead"] if of["schedule"] == "ScheduleZBVZeroBubble")
-        of_all = found["figures"]["checkpointed"]["rows"]
-        (again,) = (of["sides"] for of in of_all if of["schedule"] == "ScheduleZBVZeroBubble")
-        host_of = {side: " / ".join(times(of[side]["ratio"]["median"]) for of in host.values()) for side in SPLIT[:2]}
-        held = [megabytes(stages["transformer"][side]["bytes"]["held"]) for side in ("torch", "zbpipe")]
-        rows = [
-            [
-                f"host time of I + W, relative to an unsplit backward, {' / '.join(host)} blocks",
-                host_of["torch"],
-                host_of["zbpipe"],
-            ],
-            [f"time of a ZBV step, stages of {deep['blocks']} tiny blocks", "1x", times(deep["ratio"]["median"])],
-            ["time of a ZBV step with checkpointed blocks", "1x", times(again["keep"]["step"]["median"])],
-            ["peak memory of that step", "1x", times(again["keep"]["peak"] / again["torch"]["peak"])],
-            ["memory held from I to W by one microbatch of 4 transformer blocks", *(f"{of} MB" for of in held)],
-        ]
+    for found in of_gpus():
+        measured, rows = found["figures"], []
+        if host := measured.get("host_time"):
+            of = {side: " / ".join(times(of[side]["ratio"]["median"]) for of in host.values()) for side in SPLIT[:2]}
+            what = f"host time of I + W, relative to an unsplit backward, {' / '.join(host)} blocks"
+            rows.append([what, of["torch"], of["zbpipe"]])
+        for deep in measured.get("step_overhead", ()):
+            if deep["schedule"] == ZBV:
+                what = f"time of a ZBV step, stages of {deep['blocks']} tiny blocks"
+                rows.append([what, "1x", times(deep["ratio"]["median"])])
+        for row in measured.get("checkpointed", {}).get("rows", ()):
+            if row["schedule"] == ZBV:
+                keep, torchs = (row["sides"][side] for side in ("keep", "torch"))
+                what = "time of a ZBV step with checkpointed blocks"
+                rows.append([what, "1x", times(keep["step"]["median"])])
+                rows.append(["peak memory of that step", "1x", times(keep["peak"] / torchs["peak"])])
+        if stages := measured.get("memory", {}).get("stages"):
+            held = (f"{megabytes(stages['transformer'][side]['bytes']['held'])} MB" for side in ("torch", "zbpipe"))
+            rows.append(["memory held from I to W by one microbatch of 4 transformer blocks", *held])
         status = "; ".join(part for part in found["status"].split("; ") if not part.startswith("host time"))
-        made.append(f"{status}.\n\n{markdown(['', 'torch', 'zbpipe'], rows)}")
+        made.append(f"{status}.\n\n{markdown(['', 'torch', 'zbpipe'], rows)}" if rows else f"{status}.")
     return "\n\n".join(made)
+
+
+def real_size() -> str:
+    """Blocks of a real model's size."""
+    made = []
+    for found in of_gpus():
+        if not (measured := found["figures"].get("real_size")):
+            continue
+        rows = [
+            [case if of is next(iter(sides.values())) else "", side, *real_size_of(of)]
+            for kind, cases in measured.items()
+            for case, sides in ((f"{kind}, {case}", sides) for case, sides in cases.items())
+            for side, of in sides.items()
+        ]
+        header = ["", "", "time of I + W", "I", "W", "host time, ms", "peak", "held, MB", "kernels", "inexact"]
+        machine = f"{found['device']}, torch {found['torch']}, driver {found['driver']}, {found['date']}"
+        made.append(f"{machine}:\n\n{markdown(header, rows)}")
+    return "\n\n".join(made) or "Not measured yet."
+
+
+def real_size_of(side: dict[str, Any]) -> list[str]:
+    if "error" in side:
+        return ["raises", *[""] * 7]
+    if "step_ms" in side:  # a whole step
+        return [times(side["ratio"]["median"]), "", "", "", times(side["peak_ratio"]), "", "", ""]
+    return [
+        *(times(side[key]["median"]) for key in ("ratio", "I", "W")),
+        " + ".join(milliseconds(side["ms"][key]["median"]) for key in ("host_input", "host_weight")),
+        times(side["peak_ratio"]),
+        megabytes(side["held"]),
+        "" if side["kernels"] is None else f"{side['kernels']:,}",
+        f"{side['inexact']:.0e}" if "inexact" in side else "",
+    ]
+
+
+def of_real_size() -> list[list[str]]:
+    """README's rows, of the newest run."""
+    found = max((of for of in of_gpus() if "real_size" in of["figures"]), key=lambda of: of["date"], default=None)
+    if found is None:
+        return []
+    measured = found["figures"]["real_size"]
+    where = f"{found['device']}, torch {found['torch']}"
+    rows = []
+    for kind, ours, words in (
+        ("dense", "zbpipe", "blocks of Llama 3 8B's size"),
+        ("checkpointed", "keep", "the same, each checkpointed"),
+    ):
+        for case, sides in list(measured.get(kind, {}).items())[:1]:  # the one with the most tokens
+            pair = [sides["torch"], sides[ours]]
+            what = f"{words}, {case} ({where}): time of I + W, relative to unsplit backwards"
+            rows.append([what, *("raises" if "error" in of else times(of["ratio"]["median"]) for of in pair)])
+            peaks = ("" if "error" in of else times(of["peak_ratio"]) for of in pair)
+            rows.append(["— peak memory", *peaks])
+    return rows
+
+
+def bubbles() -> str:
+    measured = figures("bubbles")
+    rows = []
+    for row, of in zip(measured["rows"], measured["waits"], strict=True):
+        schedule = {**SCHEDULES, "ScheduleInterleaved1F1B": "interleaved 1F1B"}[row["schedule"]]
+        forward, *costs = row["costs"]
+        rows.append(
+            [
+                f"{schedule}{', checkpointed' if row['checkpointed'] else ''}",
+                " : ".join(["1", *(f"{cost / forward:.1f}" for cost in costs)]),
+                *(f"{share:.0%}" for share in of["ranks"].values()),
+                times(row["measured"]["median"] / row["model"]),
+            ]
+        )
+    header = ["", "F : I : W", *(f"{ranks} ranks" for ranks in measured["waits"][0]["ranks"]), "measured, 2 ranks"]
+    return markdown(header, rows)
 
 
 def recorder() -> str:
@@ -393,10 +470,12 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "memory": memory,
         "products": products,
         "demo": demo,
+        "real_size": real_size,
         "gpu": gpu,
         "machine": machine,
     },
     "docs/compatibility.md": {"compile": compiled, "stage_zero": stage_zero},
+    "docs/what_to_expect.md": {"bubbles": bubbles},
     "docs/memory.md": {"checkpointed steps": checkpointed_steps, "recorder": recorder},
     "docs/leaks.md": {"leaks": leaks},
 }

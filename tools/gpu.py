@@ -1,13 +1,14 @@
-"""Everything that needs a GPU, in one command and nine minutes: `make gpu`, or python3 tools/gpu.py.
+"""Everything that needs a GPU: `make gpu`, or python3 tools/gpu.py, in nine minutes; `ONLY=real_size` takes four more.
 
 It needs CUDA, a compiler, and a Python with torch, pytest, setuptools and ninja; no network, no installed zbpipe, no
 NCCL. It builds zbpipe in place for the installed torch. It runs the tests that are marked cuda. It runs the tests of
 the passes, the policy, kernels and compiled stages with tensors on the device. It runs schedules with all stages on one
-rank. It measures host time, experts, memory, products and whole steps. After each part it writes the results so far to
-benchmarks/results/gpu-*.json, with a line for README's status. --device cpu rehearses all that with the CPU in the
-device's place, and writes to build/.
+rank. It measures host time, memory, products and whole steps; real_size, when it is named, blocks of a real model's
+size. After each part it writes the results so far to benchmarks/results/gpu-*.json, with a line for README's status.
+--device cpu rehearses all that with the CPU in the device's place, and writes to build/.
 
-A part that runs out of time has failed, and is reported so.
+--only runs the named parts, and keeps what the file has of the others: a GPU may be at hand for minutes alone. A part
+that runs out of time has failed, and is reported so.
 """
 
 import argparse
@@ -29,7 +30,7 @@ FOLDER = ROOT / "build" / "gpu"
 NEEDED = {"torch": "", "pytest": "", "numpy": "", "setuptools": "", "ninja": " (it compiles on all cores)"}
 BLOCKS = ("16", "64", "256")
 SIZES = ("--blocks", "2", "--width", "1024", "--tokens", "1024"), ("--blocks", "2")  # on a GPU, on the CPU
-# Of nine minutes, the seconds that a part may take, and those reserved for the parts after it.
+# The seconds that a part may take, and of nine minutes those that are reserved for the parts after it.
 MINUTES = 9
 PARTS = {
     "build": 180,
@@ -37,12 +38,13 @@ PARTS = {
     "with tensors on the device": 300,
     "all stages on one rank": 60,
     "host time": 90,
-    "experts": 30,
     "memory and products": 150,
     "whole steps": 60,
     "checkpointed steps": 80,
     "captured graph": 20,
+    "real size": 240,  # where it is named
 }
+IN_NINE_MINUTES = [name for name in PARTS if name != "real size"]
 KEPT = {"build": 300, "marked cuda": 180, "with tensors on the device": 120, "all stages on one rank": 90}
 # Folders of tests/. Others start processes on the CPU (installs, commands, docs, examples, ranks over gloo), count its
 # memory (leaks, memory, release), or need no device (explain, security); of those only tests marked cuda run.
@@ -54,12 +56,13 @@ ON_ONE_RANK = ("schedules/test_losses.py", "schedules/test_leaves.py", "schedule
 class Run:
     """One run: its options and its results."""
 
-    def __init__(self, device, out, jobs, minutes):
+    def __init__(self, device, out, jobs, minutes, only=()):
         self.device, self.jobs, self.scale, self.begin = device, jobs, minutes / MINUTES, time.monotonic()
+        self.names = ["build", *(name for name in only if name != "build")] if only else IN_NINE_MINUTES
         self.env = {
             **os.environ,
             # Every part sees the tree's zbpipe, entry points and pytest plugin before installed ones.
-            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "hook", FOLDER))),
+            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, FOLDER))),
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
@@ -75,8 +78,9 @@ class Run:
             self.env["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests" / "torch_2_11"), self.env["PYTHONPATH"]])
         name = re.sub(r"[^\w.]+", "_", f"{self.made['device']}-{self.made['torch']}")
         self.path = (out or (ROOT / "build" if device == "cpu" else ROOT / "benchmarks/results")) / f"gpu-{name}.json"
-        self.parts = self.made["parts"] = {}
-        self.figures = self.made["figures"] = {}
+        earlier = json.loads(self.path.read_text()) if only and self.path.exists() else {}
+        self.parts = self.made["parts"] = earlier.get("parts", {})
+        self.figures = self.made["figures"] = earlier.get("figures", {})
 
     def machine(self):
         """The machine and its torch. Raises SystemExit if something is missing."""
@@ -101,15 +105,17 @@ class Run:
     def part(self, name, commands, cwd=ROOT, **env):
         """Runs commands in turn until one fails, with their output in a log."""
         begin = time.monotonic()
-        end = self.begin + self.scale * (60 * MINUTES - KEPT.get(name, 0))
-        deadline = min(end, begin + self.scale * PARTS[name])
+        deadline = begin + self.scale * PARTS[name]
+        if self.names is IN_NINE_MINUTES:
+            deadline = min(deadline, self.begin + self.scale * (60 * MINUTES - KEPT.get(name, 0)))
         log, status = FOLDER / f"{name.replace(' ', '_')}.log", 0
         print(f"== {name}", flush=True)
         with log.open("w") as file:
             for command in commands:
                 status = status or run(command, file, deadline, cwd=cwd, env={**self.env, **env})
         said = log.read_text().strip().splitlines()
-        part = self.parts[name] = {"ok": status == 0, "seconds": round(time.monotonic() - begin, 1)}
+        seconds = round(time.monotonic() - begin, 1)
+        part = self.parts[name] = {"ok": status == 0, "seconds": seconds, "date": self.made["date"]}
         if status:
             part["error"] = "out of time" if status is OUT_OF_TIME else "\n".join(said[-15:])
         print("\n".join(said[-15 if status else -1 :]), f"-- {part['seconds']} s", sep="\n", flush=True)
@@ -136,10 +142,11 @@ class Run:
         for path in folder.iterdir():
             found = json.loads(path.read_text())
             self.figures[found["benchmark"]] = found["figures"]
+            self.made["driver"] = found.get("driver")
         self.write()
 
     def write(self):
-        self.made["seconds"] = round(time.monotonic() - self.begin, 1)
+        self.made["seconds"] = round(sum(part["seconds"] for part in self.parts.values()), 1)
         self.made["status"] = self.status()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.made, indent=1) + "\n")
@@ -147,7 +154,8 @@ class Run:
     def status(self):
         """The line for README."""
         totals = {key: sum(part.get(key, 0) for part in self.parts.values()) for key in ("passed", "failed", "skipped")}
-        line = f"{self.made['device']}, torch {self.made['torch']}, Python {self.made['python']}, {self.made['date']}: "
+        since = min((part.get("date", self.made["date"]) for part in self.parts.values()), default=self.made["date"])
+        line = f"{self.made['device']}, torch {self.made['torch']}, Python {self.made['python']}, {since}: "
         line += ", ".join(f"{count:,} {key}" for key, count in totals.items())
         if host := self.figures.get("host_time"):
             ratios = [f"{side} {host[BLOCKS[1]][side]['ratio']['median']:.2f}x" for side in ("zbpipe", "torch")]
@@ -202,26 +210,46 @@ def main():
     parser.add_argument("--out", type=Path, help="the folder for the JSON file")
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"for all of it ({MINUTES})")
     parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="tests at a time")
+    parser.add_argument(
+        "--only", nargs="+", default=[], choices=[name.replace(" ", "_") for name in PARTS], metavar="PART"
+    )
     given = parser.parse_args()
     FOLDER.mkdir(parents=True, exist_ok=True)
-    gpu = Run(given.device, given.out, given.jobs, given.minutes)
+    only = [name for name in PARTS if name.replace(" ", "_") in given.only]
+    gpu = Run(given.device, given.out, given.jobs, given.minutes, only)
     print(f"{gpu.made['device']}, torch {gpu.made['torch']}, Python {gpu.made['python']}: results in {gpu.path}")
     setup = [ROOT / "setup.py", "--quiet"]
     whole = [[*setup, "build_ext", "--inplace"], [*setup, "egg_info", "--egg-base", FOLDER], ["-m", "zbpipe", "doctor"]]
-    if gpu.part("build", whole)["ok"]:
-        plugin = ("-p", "support.on_device", "-m", "not long and not system and not cuda")
-        gpu.pytest("marked cuda", "-m", "cuda and not long", *marked_cuda())
-        gpu.pytest("with tensors on the device", *plugin, *ON_THE_DEVICE, ZBPIPE_DEVICE=given.device)
-        gpu.pytest("all stages on one rank", *plugin, *ON_ONE_RANK, ZBPIPE_DEVICE=given.device)
-        gpu.measure("host time", "split.py", "--only", "host_time", "--repeat", "5", "--blocks", *BLOCKS)
-        gpu.measure("experts", "experts.py")
-        gpu.measure("memory and products", "split.py", "--only", "memory", "--repeat", "5")
-        gpu.measure("whole steps", "step_overhead.py", "--ranks", "1", "--blocks", "16")
-        gpu.measure("checkpointed steps", "checkpointed.py", "--ranks", "1", *SIZES[given.device == "cpu"])
-        gpu.part("captured graph", [[ROOT / "examples" / "cuda_graph.py"]])
+    plugin = ("-p", "support.on_device", "-m", "not long and not system and not cuda")
+    runs = {
+        "build": lambda: gpu.part("build", whole),
+        "marked cuda": lambda: gpu.pytest("marked cuda", "-m", "cuda and not long", *marked_cuda()),
+        "with tensors on the device": lambda: gpu.pytest(
+            "with tensors on the device", *plugin, *ON_THE_DEVICE, ZBPIPE_DEVICE=given.device
+        ),
+        "all stages on one rank": lambda: gpu.pytest(
+            "all stages on one rank", *plugin, *ON_ONE_RANK, ZBPIPE_DEVICE=given.device
+        ),
+        "host time": lambda: gpu.measure(
+            "host time", "split.py", "--only", "host_time", "--repeat", "5", "--blocks", *BLOCKS
+        ),
+        "memory and products": lambda: gpu.measure(
+            "memory and products", "split.py", "--only", "memory", "--repeat", "5"
+        ),
+        "whole steps": lambda: gpu.measure("whole steps", "step_overhead.py", "--ranks", "1", "--blocks", "16"),
+        "checkpointed steps": lambda: gpu.measure(
+            "checkpointed steps", "checkpointed.py", "--ranks", "1", *SIZES[given.device == "cpu"]
+        ),
+        "captured graph": lambda: gpu.part("captured graph", [[ROOT / "examples" / "cuda_graph.py"]]),
+        "real size": lambda: gpu.measure("real size", "real_size.py"),
+    }
+    for name in gpu.names:
+        runs[name]()
+        if not gpu.parts["build"]["ok"]:
+            break
     gpu.write()
     print(gpu.made["status"])
-    return 0 if all(part["ok"] for part in gpu.parts.values()) and len(gpu.parts) == len(PARTS) else 1
+    return 0 if all(name in gpu.parts and gpu.parts[name]["ok"] for name in gpu.names) else 1
 
 
 if __name__ == "__main__":

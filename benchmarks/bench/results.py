@@ -7,7 +7,9 @@ import datetime
 import json
 import os
 import platform
+import shutil
 import statistics
+import subprocess
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -59,6 +61,7 @@ def write(path: Path | None, name: str, figures: Any, device: str = "cpu") -> No
         "schema": SCHEMA,
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name(device) if device != "cpu" else f"{_processor()}, {os.cpu_count()} cores",
+        **({} if device == "cpu" else {"driver": _driver()}),
         "torch": plain_version(torch.__version__),
         "zbpipe": __version__,
         "python": platform.python_version(),
@@ -82,6 +85,14 @@ def _plain(figures: Any) -> Any:
     if isinstance(figures, (list, tuple)):
         return [_plain(value) for value in figures]
     return float(f"{figures:.5g}") if isinstance(figures, float) else figures
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    if shutil.which(command[0]) is None:
+        return "unknown"
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return (done.stdout.split() or ["unknown"])[0]
 
 
 def _processor() -> str:

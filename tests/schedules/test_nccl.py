@@ -4,6 +4,7 @@ Right, to the last weight; and with the collector off nothing lives on from step
 buffers that were received into.
 """
 
+import copy
 import functools
 import gc
 from datetime import timedelta
@@ -13,7 +14,11 @@ import torch
 import torch.distributed as dist
 from support.blocks import SCHEDULES, batch, blocks
 from support.pipelines import Case, Model, Pipeline, assert_close, count_of, joined, ranks_of, train, unpipelined
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+import zbpipe
 from zbpipe.leaks import Growth
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -62,8 +67,34 @@ def run(name):
     return seen, grown, in_use
 
 
+def run_sharded():
+    """The weights' gradients of a `fully_shard` stage in a loop of one's own, and an ordinary backward's on a copy."""
+    device = torch.device("cuda", dist.get_rank())
+    torch.manual_seed(0)
+    stage = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).to(device)
+    plain = copy.deepcopy(stage)
+    for module in (stage[0], stage[2], stage):
+        fully_shard(module, mesh=init_device_mesh("cuda", (WORLD,)))
+    waiting = []
+    for number in range(3):
+        torch.manual_seed(number)
+        x = torch.randn(32, 64, device=device, requires_grad=True)
+        plain(x).sum().backward()
+        out = stage(x)
+        waiting.append(zbpipe.stage_backward_input([out], [torch.ones_like(out)], [x], None)[1])
+    for number, groups in enumerate(waiting):
+        stage.set_requires_gradient_sync(number == 2)
+        zbpipe.stage_backward_weight(None, groups)
+    torch.cuda.synchronize()
+    return {
+        name: tuple(grad.cpu() for grad in (sharded.grad.full_tensor(), weight.grad))
+        for (name, sharded), weight in zip(stage.named_parameters(), plain.parameters(), strict=True)
+    }
+
+
 NAMES = [name for name, (_, shape) in SCHEDULES.items() if WORLD > 1 or shape == "v"]
 CASES = {name: Case(functools.partial(run, name), module="zbpipe") for name in NAMES}
+CASES["fully_shard"] = Case(run_sharded, module="zbpipe")
 ranks = ranks_of(__file__, CASES, WORLD)
 
 
@@ -77,3 +108,10 @@ def test_buffers_go_when_their_work_is_done(name, ranks):
     for _, grown, in_use in ranks(name):
         assert grown == ""
         assert len(set(in_use[1:])) == 1
+
+
+def test_fully_shard_over_nccl(ranks):
+    for grads in ranks("fully_shard"):
+        assert len(grads) == 4
+        for name, (sharded, plain) in grads.items():
+            torch.testing.assert_close(sharded, plain, msg=lambda text, name=name: f"{name}: {text}")
