@@ -703,6 +703,7 @@ BLAMED = {
     "parts of a module": f"submodule layer of {__name__}.Block",
     "loader": "attribute tensors of .*Rows",
     "odd object": f"attribute held of {__name__}.Odd",
+    "context": "context variable of the run",
     "odd class": f"attribute held of {__name__}.OddClass",
     "odd metaclass": f"attribute held of {__name__}.Proudly",
     "odd class that is not compared": f"attribute held of {__name__}.Held",

@@ -20,10 +20,13 @@ steps to tell; 2 for a wrong command line; else 0.
 """
 
 import argparse
+import contextlib
 import functools
 import os
 import sys
+import types
 from pathlib import Path
+from typing import NoReturn
 
 from zbpipe._cli import ranks, script
 from zbpipe._cli.files import file_to_write
@@ -67,7 +70,21 @@ def _line(text: str) -> tuple[str, int]:
     file, _, line = text.rpartition(":")
     if not Path(file).is_file() or not line.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not FILE:LINE of a file that is there")
+    if int(line) not in _lines_that_run(file):
+        raise argparse.ArgumentTypeError(f"at {text} no statement begins, so no step would end there")
     return os.path.realpath(file), int(line)
+
+
+def _lines_that_run(file: str) -> set[int]:
+    try:
+        todo = [compile(Path(file).read_bytes(), file, "exec")]
+    except SyntaxError as error:
+        raise argparse.ArgumentTypeError(f"{file} is no Python: {error}") from None
+    found: set[int] = set()
+    for code in todo:  # which becomes longer meanwhile
+        found.update(line for _, _, line in code.co_lines() if line)
+        todo += [one for one in code.co_consts if isinstance(one, types.CodeType)]
+    return found
 
 
 def _picture(text: str) -> Path:
@@ -84,15 +101,29 @@ def run(given: argparse.Namespace) -> int:
     steps = Steps(given.warmup, given.steps, given.step_at)
     stdout = sys.stdout  # the script may close it, or put something else in its place
     process, has_failed, judged = os.getpid(), True, 0
+    end_at_once = os._exit
+
+    def report() -> None:
+        nonlocal judged
+        if os.getpid() == process:  # a child that the script forked has nothing to report
+            with collector:  # whose run over all leaks takes longer than the text
+                text, judged = _report(steps, given)
+            ranks.say_together(text, stdout, has_failed)
+
+    def report_and_end(status: int) -> NoReturn:
+        """In the place of os._exit, which lets nothing else run."""
+        with contextlib.suppress(Exception):
+            report()
+        end_at_once(status or judged)
+
+    vars(os)["_exit"] = report_and_end
     try:
         with steps.seen_from_outside():
             status = script.run(given.script, given.args, given.module)
         has_failed = False
     finally:
-        if os.getpid() == process:  # a child that the script forked has nothing to report
-            with collector:  # whose run over all leaks takes longer than the text
-                text, judged = _report(steps, given)
-            ranks.say_together(text, stdout, has_failed)
+        vars(os)["_exit"] = end_at_once
+        report()
     return status or judged
 
 

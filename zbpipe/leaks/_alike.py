@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from zbpipe.leaks._results import NAMED, Holder, Leak, chain_lines
+from zbpipe.leaks._results import CONTEXT_VARIABLE, NAMED, Holder, Leak, chain_lines
 
 _NUMBER = re.compile(r"\b\d+\b")
 _NAME = re.compile(r"(?<=\bitem )(['\"]).*\1|\d+")  # a key, or a number within a name: "step_3"
 _BY_NAME = ("attribute", "dict", "list")  # kinds of what is kept under ever new names
 _OWN_NAME = re.compile(r"\S+(?= of )|\.\w+$")  # an attribute's or a variable's, or a module global's
 _MANY = 4  # names that no line of the source binds: the program makes them, and one holder has what is kept there
+
+_NOTHING: Mapping[int, Any] = {}
 
 Key = tuple[str, ...]
 
@@ -35,9 +38,16 @@ def _without_the_name(key: Key) -> Key:
     return (*key[:-1], _OWN_NAME.sub("*", key[-1], count=1))
 
 
-def by_holder(leaks: Sequence[Leak]) -> list[tuple[int, list[int]]]:
+def by_holder(
+    leaks: Sequence[Leak], places_of: Mapping[int, Sequence[int]] = _NOTHING, born: Mapping[int, int] = _NOTHING
+) -> list[tuple[int, list[int]]]:
     """Places of the leaks that one holder has together, however they hang below it; first where that holder stands in
-    the chains. It is the program's last one above the items that differ; if none do, the one to blame."""
+    the chains.
+
+    It is the program's last one above the lowest collection whose items grow: different steps made them. If none does,
+    it is the last one above the items that differ; if none do, the one to blame. Items are told apart by their places
+    in the search, ``places_of`` a leak's holders, by its storage. ``born``: in which step, by the storage too.
+    """
     known: dict[int, str] = {}
     alike: dict[Key, tuple[int, list[int]]] = {}
     for at, leak in enumerate(leaks):
@@ -56,17 +66,43 @@ def by_holder(leaks: Sequence[Leak]) -> list[tuple[int, list[int]]]:
             alike[first][1].extend(alike.pop(key)[1])
     found: dict[Key, tuple[int, list[int]]] = {}
     for blamed, places in alike.values():
-        mark = _above_what_differs([leaks[at].chain for at in places], blamed)
+        of_group = [leaks[at] for at in places]
+        at = _of_items([(leak, places_of.get(leak.storage, ())) for leak in of_group], born, blamed)
+        mark = _named_above([leak.chain for leak in of_group], at, blamed)
         found.setdefault(_likeness(leaks[places[0]].chain[: mark + 1], known), (mark, []))[1].extend(places)
     return list(found.values())
 
 
-def _above_what_differs(chains: list[list[Holder]], blamed: int) -> int:
-    for at in range(1, min(blamed + 1, *map(len, chains))):
-        if len({chain[at].text for chain in chains}) > 1:
-            above = enumerate(chains[0][:at])
-            return max((i for i, one in above if one.kind in NAMED and not one.is_library), default=blamed)
+def _of_items(leaks: list[tuple[Leak, Sequence[int]]], born: Mapping[int, int], blamed: int) -> int:
+    """Where in the chains the holder of the items stands."""
+    lengths = [len(places) for _, places in leaks]
+    for at in reversed(range(min(lengths)) if born else ()):
+        items: dict[tuple[int, str], dict[int, int]] = {}  # by the collection, and how it holds: the steps of birth
+        for leak, places in leaks:
+            item = places[at + 1] if at + 1 < len(places) else leak.storage
+            text = leak.chain[at].text
+            # A context variable holds a value for each context.
+            collection = -1 if text.startswith(CONTEXT_VARIABLE) else places[at]
+            of_one = items.setdefault((collection, _NAME.sub("*", text)), {})
+            of_one[item] = min(of_one.get(item, born[leak.storage]), born[leak.storage])
+        if any(len({*steps.values()}) > 1 for steps in items.values()):
+            return at
+    for at in range(1, min(blamed + 1, *(len(leak.chain) for leak, _ in leaks))):
+        if len({(leak.chain[at].text, *places[at : at + 1]) for leak, places in leaks}) > 1:
+            return at - 1
     return blamed
+
+
+def _named_above(chains: list[list[Holder]], at: int, blamed: int) -> int:
+    """The program's last name down to there; of a list of links, which have several depths, the one above the links. If
+    there is none: a bound method below, or what is to blame."""
+    longest = max(chains, key=len)
+    texts = [one.text for one in longest]
+    named = [i for i, one in enumerate(longest[: at + 1]) if one.kind in NAMED and not one.is_library]
+    if len({len(chain) for chain in chains}) > 1:
+        named = [i for i in named if texts.count(texts[i]) == 1] or named
+    methods = (i for i, text in enumerate(texts[:blamed]) if text.startswith("bound method "))
+    return named[-1] if named else next(methods, blamed)
 
 
 def held_lines(leaks: Sequence[Leak], mark: int) -> list[str]:

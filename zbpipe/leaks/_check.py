@@ -172,6 +172,7 @@ class Check:
             fated = with_fates(result.found, born, self._since)
             judged, report.notes = without_excused(fated, set(sys.modules) - self._modules)
             report.leaks = [entry.leak for entry in judged] + self._blocks_of_cuda()
+            report.places = {entry.leak.storage: entry.places for entry in judged}
             report.cycles, report.visited = result.cycles, result.visited
             report.unseen += result.unseen if report.leaks else []
         chain = [Holder("unknown", "a cycle that a collection inside the check freed: nobody looked at it before")]

@@ -12,6 +12,7 @@ import torch
 from zbpipe import _C
 from zbpipe.leaks import _python
 from zbpipe.leaks._alike import plain
+from zbpipe.leaks._heap import NOBODY
 from zbpipe.leaks._results import Cycle, Holder, Leak, is_a_librarys_own
 from zbpipe.leaks._ways import Ways, is_part
 from zbpipe.leaks._words import Words
@@ -25,11 +26,13 @@ UNSEEN = "C or C++ that cannot be seen"
 @dataclass(slots=True)
 class Found:
     """A leak. ``rank`` is "root", "hidden" (held from where nobody can look), "cycle" (garbage) or "none"; ``address``
-    that of its memory. Growth adds the step in which it was ``born``, and the ``size`` of its block."""
+    that of its memory; ``places`` those of the chain's holders in the search. Growth adds the step in which it was
+    ``born``, and the ``size`` of its block."""
 
     leak: Leak
     rank: str
     address: int
+    places: tuple[int, ...] = ()
     excused: str | None = None  # whose own cycle keeps it, if that is a library's
     born: int = 0
     size: int = 0
@@ -114,7 +117,8 @@ class Telling:
             way = way[:-1]  # a tensor stands for its storage
         shown = [place for place in way[-1:] if place in tensors] or tensors[:1]
         shape, dtype, used = things[shown[0]].facts if shown else _NO_FACTS
-        chain, in_cycle = self._chain(way, rank, identity)
+        told, in_cycle = self._chain(way, rank, identity)
+        places, chain = tuple(at for at, _ in told), [holder for _, holder in told]
         if chain:
             last = chain[-1]
             text = f"{last.text}, which uses {used} of {held} bytes" if 0 < used < held else last.text
@@ -133,10 +137,10 @@ class Telling:
             max(sum(map(self._heap.references_to, tensors)) - 1, 0),
             in_cycle,
         )
-        return Found(leak, rank, address)
+        return Found(leak, rank, address, places)
 
-    def _chain(self, way: list[int], rank: str, storage: int) -> tuple[list[Holder], int]:
-        """Those from the outermost to the last on a way, and how many of them are a cycle's."""
+    def _chain(self, way: list[int], rank: str, storage: int) -> tuple[list[tuple[int, Holder]], int]:
+        """Those from the outermost to the last on a way with their places, and how many of them are a cycle's."""
         scope, things, number_of = self._scope, self._heap.things, self._ways.cycle_number
         cycle = self._cycle_of(way[0], storage) if rank == "cycle" and way else []
         known = max((at for at, place in enumerate(way[:-1]) if place in self._trimmed), default=0)
@@ -144,19 +148,20 @@ class Telling:
         # Who holds the first in its cycle: of what that is a part.
         before = [cycle[cycle.index(way[0]) - 1]] if of_cycle and way[0] in cycle else []
         told = self._words.told([*before, *way[known:]], len(before))
-        chain = [holder for _, holder in told]
+        whole = [*before, *way[known:]]
+        chain = [(whole[at], holder) for at, holder in told]
         if of_cycle:
             members = [number_of(way[at - len(before)]) == number_of(way[0]) for at, _ in told]
             in_cycle = max((count for count, is_member in enumerate(members, 1) if is_member), default=1)
         first = things[way[0]] if way else None
         if scope.returned is not None and scope.returned is (first.object if type(first) is _C.Handle else first):
-            return [Holder("object", "what the function returned"), *chain], in_cycle
+            return [(NOBODY, Holder("object", "what the function returned")), *chain], in_cycle
         if rank == "none" and scope.target is not None:
             text = "variables of running functions that are the tensor itself, as far as can be seen"
-            return [Holder("frame", text)], 0
+            return [(NOBODY, Holder("frame", text))], 0
         if rank == "none" or (rank == "hidden" and type(first) is _C.Handle):
-            return self._perhaps() + chain, in_cycle
-        return [Holder("unknown", UNSEEN), *chain] if rank == "hidden" else chain, in_cycle
+            return [*((NOBODY, holder) for holder in self._perhaps()), *chain], in_cycle
+        return [(NOBODY, Holder("unknown", UNSEEN)), *chain] if rank == "hidden" else chain, in_cycle
 
     def _perhaps(self) -> list[Holder]:
         """Of memory that nothing visible holds: works hold tensors and do not tell which."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from zbpipe.leaks._alike import by_holder, held_lines
+from zbpipe.leaks._judge import bounded_blocks, what_next
 from zbpipe.leaks._results import Cycle, Leak
 from zbpipe.leaks._search import Found
 
@@ -31,6 +32,12 @@ class Grown:
     def bytes(self) -> int:
         """Of all its leaks."""
         return sum(leak.bytes for leak in self.leaks)
+
+    @property
+    def is_of_library(self) -> bool:
+        """Whether the holder that is marked is."""
+        chain = self.leaks[0].chain if self.leaks else []
+        return bool(chain) and chain[self.mark].is_library
 
     @property
     def held_by(self) -> list[str]:
@@ -60,7 +67,8 @@ Group = tuple[int, list[Found]]
 
 
 def groups_of(found: list[Found]) -> list[Group]:
-    groups = by_holder([entry.leak for entry in found])
+    places = {entry.leak.storage: entry.places for entry in found}
+    groups = by_holder([entry.leak for entry in found], places, {entry.leak.storage: entry.born for entry in found})
     return [(mark, [found[at] for at in places]) for mark, places in groups]
 
 
@@ -73,6 +81,9 @@ def grown_of(mark: int, found: list[Found], instead: str | None = None, is_large
 def _known(mark: int, found: list[Found], instead: str | None) -> str:
     if any(entry.rank == "cycle" or entry.excused for entry in found):
         return "in reference cycles that the collector has not met"
+    unseen = {entry.size for entry in found if entry.rank == "none"}
+    if like := {holder for size, (_, holder) in (bounded_blocks() if unseen else {}).items() if size in unseen}:
+        return f"some as large as {min(like)}"
     if all(entry.rank == "none" for entry in found):
         return "nobody that can be seen holds them"
     chains = [entry.leak.chain for entry in found if entry.leak.chain]
@@ -82,7 +93,8 @@ def _known(mark: int, found: list[Found], instead: str | None) -> str:
         return instead
     below = chains[0][mark + 1 : mark + 2]
     collection = below[0].text.partition(" item ")[0].rpartition(": ")[2] if below else ""
-    is_item = bool(below) and below[0].kind in ("list", "dict") and " item " in below[0].text
+    collection = collection or (below[0].text.removeprefix("member of a ") if below else "")
+    is_item = bool(below) and below[0].kind in ("list", "dict") and collection not in ("", "tuple", below[0].text)
     return f"held by a {collection} that was never cleared" if is_item and len(found) > 1 else ""
 
 
@@ -98,4 +110,4 @@ def lines_of(grown: list[Grown], filling: list[Grown], cycles: list[Cycle]) -> l
         lines += [title] if things else []
         lines += [f"  {thing}" for thing in things[:most]]
         lines += [f"  and {len(things) - most} more"] if len(things) > most else []
-    return lines
+    return lines + what_next([leak for group in grown for leak in group.leaks])

@@ -185,7 +185,7 @@ class Growth:
             found = found or [Grown()]
         if any(entry.rank == "cycle" or entry.excused for entry in result.found):
             self.cycles = result.cycles
-        return sorted(found, key=lambda group: -group.bytes)
+        return sorted(found, key=lambda group: (group.is_of_library, -group.bytes))
 
     def _piled_up(self, groups: list[Group]) -> tuple[list[Group], list[Group]]:
         """What both halves of the steps have made, without what the first and the last one made; and the others."""

@@ -22,7 +22,7 @@ from zbpipe._torch import autograd, ddp
 from zbpipe.leaks._alike import plain
 from zbpipe.leaks._allow import tensors_in
 from zbpipe.leaks._collector import collect
-from zbpipe.leaks._results import COLLECTED, Holder
+from zbpipe.leaks._results import COLLECTED, Holder, Leak
 from zbpipe.leaks._search import Found, storages_now
 
 _LOOKS = 25  # at what other threads may be about to let go of
@@ -150,3 +150,14 @@ def without_excused(found: list[Found], imported: set[str]) -> tuple[list[Found]
         f"{len(sizes)} storage{'s' * (len(sizes) > 1)} ({sum(sizes)} bytes) {line}" for line, sizes in kinds.values()
     ]
     return leaks, notes
+
+
+def what_next(leaks: Sequence[Leak]) -> list[str]:
+    """Lines: what to try where nobody is to be seen."""
+    first = [leak.chain[leak.place_of_blame] for leak in leaks if leak.chain and leak.chain[0].kind == "unknown"]
+    if not any(holder.kind == "unknown" for holder in first):
+        return []
+    said = ["where the holder cannot be seen"]
+    if not any(leak.created for leak in leaks):
+        said.append("  check one step with check_tensor_leak(trace=True): it says which line made the memory")
+    return [*said, "  let go of what you suspect (del it, clear it) inside the check: what then goes, that held"]

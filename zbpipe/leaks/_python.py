@@ -30,6 +30,7 @@ _CODE = (
     (types.AsyncGeneratorType, "ag_code"),
 )
 _LONGEST_KEY = 60
+_OF_OTHERS = "."  # the scope of attributes that are set on other objects
 NOTHING = object()
 
 
@@ -147,6 +148,17 @@ def attribute_place(cls: type, attribute: str) -> str | None:
     return None
 
 
+def set_by_the_program(attribute: str) -> list[str]:
+    """The lines of the program that set an attribute of another object than ``self``, the first one of each file."""
+    found = []
+    for module in list(sys.modules.values()):
+        filename = module_file(module_namespace(module)) or ""
+        if library_path(filename) is None and f".{attribute}" in "".join(linecache.getlines(filename)):
+            line = binding_line(filename, _OF_OTHERS, attribute)
+            found += [place(filename, line)] if line else []
+    return found
+
+
 # ---- lines of source
 
 
@@ -246,7 +258,10 @@ def _bindings(filename: str) -> dict[tuple[str | None, str], list[int]]:
                     bind(None, name, child.lineno)
                 case ast.alias():
                     bind(scope, (child.asname or child.name).partition(".")[0], child.lineno)
-                case ast.Attribute(attr=name, ctx=ast.Store()) if owner:
-                    bind(owner, name, child.lineno)
+                case ast.Attribute(value=target, attr=name, ctx=ast.Store()):
+                    if not isinstance(target, ast.Name) or target.id != "self":
+                        bind(_OF_OTHERS, name, child.lineno)
+                    if owner:
+                        bind(owner, name, child.lineno)
             todo.append((child, inner, inside))
     return found

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from zbpipe._formatting import table
 from zbpipe.leaks._alike import by_holder, held_lines, numbered
+from zbpipe.leaks._judge import what_next
 from zbpipe.leaks._results import COLLECTED, Cycle, Holder, Leak, shortened
 
 SHOWN_LEAKS = 20  # in the table; more are counted
@@ -52,6 +53,9 @@ class Report:
     visited: int = 0
     notes: list[str] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.places: dict[int, tuple[int, ...]] = {}  # of the chains' holders in the search, by the leaks' storages
+
     @property
     def bytes(self) -> int:
         """Of all leaks, each storage once."""
@@ -67,12 +71,13 @@ class Report:
         head = f"{count} storage{'s' * (count > 1)} ({self.bytes} bytes) outlived the check"
         if collected:
             head += f"; {collected} of them only the garbage collector freed"
-        lines = [head, "", *self._table(), "", "held by", *_held_by(self.leaks)]
+        lines = [head, "", *self._table(), "", "held by", *_held_by(self.leaks, self.places)]
         if self.cycles:
             left = len(self.cycles) - SHOWN_GROUPS
             lines += ["", "cycles", *(f"  {cycle}" for cycle in self.cycles[:SHOWN_GROUPS])]
             lines += [f"  and {left} more"] if left > 0 else []
-        return "\n".join([*lines, *_what_next(self.leaks)]) + self._asides()
+        next_ = what_next(self.leaks)
+        return "\n".join([*lines, *([""] if next_ else []), *next_]) + self._asides()
 
     def _table(self) -> list[str]:
         shown, rows = self.leaks[:SHOWN_LEAKS], []
@@ -117,9 +122,11 @@ class Report:
         return path
 
 
-def _held_by(leaks: list[Leak]) -> list[str]:
+def _held_by(leaks: list[Leak], places_of: dict[int, tuple[int, ...]]) -> list[str]:
     """What each holder has, the most bytes first; numbered as in the table."""
-    groups = [(mark, places, sum(leaks[place].bytes for place in places)) for mark, places in by_holder(leaks)]
+    groups = [
+        (mark, places, sum(leaks[place].bytes for place in places)) for mark, places in by_holder(leaks, places_of)
+    ]
     groups.sort(key=lambda group: -group[2])
     lines = []
     for mark, places, size in groups[:SHOWN_GROUPS]:
@@ -131,17 +138,6 @@ def _held_by(leaks: list[Leak]) -> list[str]:
         count, size = sum(len(places) for _, places, _ in left), sum(size for _, _, size in left)
         lines.append(f"  {size} bytes in {count} more, held by {len(left)} others")
     return lines
-
-
-def _what_next(leaks: list[Leak]) -> list[str]:
-    """What to try where nobody is to be seen."""
-    first = [leak.chain[leak.place_of_blame] for leak in leaks if leak.chain and leak.chain[0].kind == "unknown"]
-    if not any(holder.kind == "unknown" for holder in first):
-        return []
-    said = ["", "where the holder cannot be seen"]
-    if not any(leak.created for leak in leaks):
-        said.append("  check again with trace=True: it says which line made the memory")
-    return [*said, "  let go of what you suspect (del it, clear it) inside the check: what then goes, that held"]
 
 
 # ---- the picture

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 COLLECTED = "freed by the collector"  # a fate
+CONTEXT_VARIABLE = "context variable "
 SHOWN_HOLDERS = 7  # of a chain; longer ones lose their middle
 
 
@@ -152,14 +153,16 @@ def chain_lines(chain: list[Holder], blamed: int) -> list[str]:
 
 
 def shortened(chain: list[Holder], most: int, blamed: int | None = None) -> list[Holder]:
-    """A chain with at most so many of its own holders, and one of kind "more" for each gap."""
+    """A chain with at most so many of its own holders, and one of kind "more" for each gap. What the program names is
+    always shown."""
     if len(chain) <= most:
         return chain
     last = len(chain) - 1
-    by_weight = [0, last, _place_of_blame(chain) if blamed is None else blamed]
-    by_weight += [i for i, holder in enumerate(chain) if holder.kind in TELLING]
+    always = [0, last, _place_of_blame(chain) if blamed is None else blamed]
+    always += [i for i, holder in enumerate(chain) if holder.kind in NAMED and not holder.is_library]
+    by_weight = [*always, *(i for i, holder in enumerate(chain) if holder.kind in TELLING)]
     by_weight += [last - 1, *range(1, last)]
-    kept = sorted(list(dict.fromkeys(by_weight))[:most])
+    kept = sorted({*always, *list(dict.fromkeys(by_weight))[:most]})
     shown = [chain[0]]
     for before, place in pairwise(kept):
         hidden = chain[before + 1 : place]

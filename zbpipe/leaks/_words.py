@@ -9,11 +9,13 @@ from __future__ import annotations
 import collections
 import datetime
 import functools
+import gc
 import inspect
 import types
 import weakref
 from collections.abc import Sequence
 from contextvars import ContextVar
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,10 +26,11 @@ from zbpipe._torch.pipelining import work_type
 from zbpipe.leaks import _python
 from zbpipe.leaks._heap import NOBODY
 from zbpipe.leaks._python import NOTHING, callable_name, code_place, key_text, namespace_of, type_name
-from zbpipe.leaks._results import Holder
+from zbpipe.leaks._results import CONTEXT_VARIABLE, Holder
 from zbpipe.leaks._ways import LEFT_OUT, Ways
 
 _SUSPENDED = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
+_FINALIZED = vars(weakref.finalize)["_Info"]
 _SEQUENCES = (list, tuple, collections.deque)
 
 # What is told by itself: of which classes, as what kind, in which words.
@@ -39,7 +42,7 @@ _PLAIN: tuple[tuple[tuple[Any, ...], str, Any], ...] = (
     ((functools.partial,), "function", callable_name),
     ((weakref.ReferenceType,), "object", lambda thing: "the callback of a weak reference"),
     (_SUSPENDED, "frame", lambda thing: f"suspended {thing.__qualname__}()"),
-    ((ContextVar,), "attribute", lambda thing: f"context variable {thing.name}"),
+    ((ContextVar,), "attribute", lambda thing: f"{CONTEXT_VARIABLE}{thing.name}"),
     ((type(datetime.datetime_CAPI),), "object", lambda thing: "a DLPack capsule on its memory"),
 )
 
@@ -179,8 +182,17 @@ class Words:
             return self.holder("object", edge + (f"an item of a {what}" if has_objects else f"a {what} on its memory"))
         if self._work is not None and issubclass(cls, self._work):
             return self.holder("work", f"{edge}a {type_name(thing)}")
+        if _python.class_name(cls).startswith("hamt"):  # the map of a context
+            return self._of_context(thing, held)
         namespace = namespace_of(thing)
         return None if held is namespace is not None else self._attribute(thing, namespace, held, edge)
+
+    def _of_context(self, node: Any, held: Any) -> Holder | None:
+        """A node of the map visits each value before its variable."""
+        met = gc.get_referents(node)
+        variables = (one for value, one in pairwise(met) if value is held and type(one) is ContextVar)
+        variable = next(variables, None)
+        return None if variable is None else self.holder("attribute", f"{CONTEXT_VARIABLE}{variable.name}")
 
     def _of_frame(self, frame: types.FrameType, held: Any) -> Holder | None:
         if held is frame.f_globals:
@@ -247,13 +259,19 @@ class Words:
 
     def _attribute_of(self, owner: Any, kind: str, name: str, edge: str, of_slot: Any = None) -> Holder:
         cls = owner if issubclass(type(owner), type) else type(owner)
+        if cls is _FINALIZED and (called_at := code_place(owner.func)):
+            text = f"arguments of weakref.finalize's callback {callable_name(owner.func)}"
+            return self.holder("attribute", text, called_at)
         where = _python.attribute_place(cls, name)
         text = f"{edge}{kind} {name} of {_python.class_name(cls)}"
         module = _python.module_of_class(cls)
         of_library = of_slot is not None and _python.is_of_a_library(_python.module_of_class(of_slot))
         if where is None and (of_library or module == "builtins"):
             return self.holder("object", text)  # _objects of a ctypes array, fget of a property: nobody's place
-        return self.holder("attribute", text, where, is_library=None if where else _python.is_of_a_library(module))
+        if where is None and (is_library := _python.is_of_a_library(module)):
+            set_at = _python.set_by_the_program(name)
+            return self.holder("attribute", text, set_at[0] if len(set_at) == 1 else None, 0, is_library and not set_at)
+        return self.holder("attribute", text, where, is_library=None if where else False)
 
     def _registry(self, owner: Any, namespace: Any, held: Any) -> str | None:
         """Under which name a module has a dictionary of its parameters, buffers or modules, if it is one."""

@@ -1,0 +1,290 @@
+"""The mark is the lowest holder whose items grow: one for each cause, exactly, and the program's own."""
+
+import asyncio
+import contextvars
+import dataclasses
+import functools
+import re
+import weakref
+
+import pytest
+import torch
+from support.processes import python
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from zbpipe.leaks import Growth, check_tensor_leak
+
+KEPT = []
+
+
+class Grid:
+    def __init__(self):
+        self.points = torch.ones(4, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    size: int
+
+
+@functools.cache
+def table(size):
+    return Grid()
+
+
+class Agent:
+    """As transformers#45412: the cached method returns a number, and its key keeps the object."""
+
+    def __init__(self):
+        self.model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    @functools.cache  # noqa: B019  that is the leak
+    def count(self):
+        return 7
+
+
+class Cached:
+    def __init__(self, make=dict):
+        self.cache = make()
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.memory = {}
+
+    def forward(self, x):
+        self.memory[f"length:{len(self.memory)}"] = torch.ones(4)
+        return x
+
+
+class Link:
+    def __init__(self, value, link):
+        self.value, self.link = value, link
+
+
+class Writer:
+    def __init__(self):
+        self.batch = torch.ones(4)
+
+    def close(self):
+        pass
+
+
+class Tracker:
+    @staticmethod
+    def forget(tensor):
+        pass
+
+
+LAST = contextvars.ContextVar("last_seen")
+
+
+def under_keys(make_key):
+    holder = Cached()
+    KEPT.append(holder)
+
+    def step(number):
+        holder.cache[make_key(number)] = Grid()
+
+    return step
+
+
+def in_a_set():
+    holder = Cached(set)
+    KEPT.append(holder)
+    return lambda number: holder.cache.add(Grid())
+
+
+def of_layers():
+    model = nn.Sequential(Layer(), Layer(), Layer())
+    KEPT.append(model)
+    return lambda number: model(torch.ones(1))
+
+
+def set_by_the_program():
+    layer = nn.Linear(2, 2)
+    layer.register_forward_hook(record)
+    KEPT.append(layer)
+    layer.activations_of_all = []
+    return lambda number: layer(torch.ones(1, 2))
+
+
+def record(module, args, output):
+    module.activations_of_all.append(output.detach())
+
+
+def linked():
+    holder = Cached()
+    holder.cache = None
+    KEPT.append(holder)
+
+    def step(number):
+        holder.cache = Link(torch.ones(4), holder.cache)
+
+    return step
+
+
+def in_contexts():
+    """A context for each task, as asyncio's, kept by who waits for an innocent event."""
+    waiters = KEPT
+
+    def step(number):
+        context = contextvars.copy_context()
+        context.run(LAST.set, torch.ones(4))
+        waiters.append(context)
+
+    return step
+
+
+def bound_methods():
+    methods = asyncio.Queue()  # of the standard library
+    KEPT.append(methods)
+
+    def step(number):
+        methods.put_nowait(Writer().close)
+
+    return step
+
+
+def finalizers():
+    anchor = Cached()
+    KEPT.append(anchor)
+    return lambda number: weakref.finalize(anchor, Tracker.forget, torch.ones(4))
+
+
+MARKS = {
+    "tuples as keys": (functools.partial(under_keys, lambda n: (n, n)), "attribute cache of Cached"),
+    "configurations as keys": (functools.partial(under_keys, Config), "attribute cache of Cached"),
+    "objects as keys": (functools.partial(under_keys, lambda n: Grid()), "attribute cache of Cached"),
+    "a set": (in_a_set, "attribute cache of Cached"),
+    "lru_cache": (lambda: lambda number: table(number), "module global table"),
+    "a method's lru_cache": (lambda: lambda number: Agent().count(), "class attribute count of Agent"),
+    "the same attribute of several layers": (of_layers, "attribute memory of Layer"),
+    "an attribute that the program sets on a library's object": (
+        set_by_the_program,
+        "attribute activations_of_all of torch.nn.modules.linear.Linear",
+    ),
+    "a linked list": (linked, "attribute cache of Cached"),
+    "a context variable in contexts": (in_contexts, "context variable last_seen"),
+    "weakref.finalize": (finalizers, "arguments of weakref.finalize's callback Tracker.forget"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_caches():
+    yield
+    table.cache_clear()
+    Agent.count.cache_clear()
+
+
+def marks_of(said):
+    """Without modules and places."""
+    found = re.findall(r">> (.*?)(?: \(\S+:\d+\))?$", said, re.MULTILINE)
+    return [text.replace(f"{__name__}.", "") for text in found]
+
+
+@pytest.mark.parametrize("name", MARKS)
+def test_the_mark(name):
+    make, mark = MARKS[name]
+    step = make()
+    with Growth() as growth:
+        for number in range(7):
+            step(number)
+            growth.step()
+        said = "\n".join(map(str, growth.grown()))
+    assert marks_of(said) == [mark], said
+
+
+def test_a_check_tells_items_apart_by_identity():
+    holder = Cached()
+    with check_tensor_leak(action="record") as check:
+        for number in range(3):
+            holder.cache[number, number] = Grid()
+    assert marks_of(str(check.report)) == ["attribute cache of Cached"]
+
+
+def test_what_libraries_set_on_others_objects_is_not_the_programs():
+    """A learning rate's scheduler, and DDP, which put attributes on an optimizer and on parameters."""
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with check_tensor_leak(action="record") as check:
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
+        optimizer._set_by_nobody_else_here = torch.ones(4)
+        vars(optimizer)["_not_a_line_of_the_program"] = torch.ones(4)
+    blamed = {leak.blame.text.partition(" of ")[0]: leak.blame.is_library for leak in check.report.leaks}
+    assert blamed["attribute _set_by_nobody_else_here"] is False
+    assert blamed.get("attribute _not_a_line_of_the_program", True) is True
+    assert DistributedDataParallel.__module__.startswith("torch.")
+
+
+def nested(depth):
+    """A chain that is longer than what is shown."""
+    inner = Cached()
+    inner.cache["here"] = torch.ones(4)
+    for number in range(depth):
+        outer = type(f"Outer{number}", (), {})()
+        setattr(outer, f"inner_{number}", inner)
+        inner = outer
+    KEPT.append(inner)
+
+
+def test_no_link_that_the_program_names_is_left_out():
+    with check_tensor_leak(action="record") as check:
+        nested(7)
+    said = str(check.report)
+    assert all(f"attribute inner_{number} of" in said for number in range(7)), said
+    assert " more ..." not in said
+
+
+END_AT_ONCE = """
+import os, sys, torch
+kept = []
+net = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for _ in range(12):
+    net(torch.ones(4, 8)).sum().backward()
+    optimizer.step()
+    kept.append(torch.ones(100))
+if os.fork() == 0:
+    os._exit(9)  # a child has nothing to report
+os._exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(("given", "status"), [("0", 3), ("5", 5)])
+def test_os_exit_reports_first(given, status, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(END_AT_ONCE)
+    done = python("-m", "zbpipe", "leaks", "--error", script, given)
+    assert done.returncode == status, done.stdout + done.stderr
+    assert done.stdout.count(">> module global __main__.kept") == 1
+
+
+@pytest.mark.parametrize(("line", "said"), [(1, "no statement begins"), (99, "no statement begins"), (4, "12 steps")])
+def test_a_line_that_can_never_run_ends_no_step(line, said, tmp_path):
+    script = tmp_path / "serve.py"
+    script.write_text("# a comment\nimport torch\nfor _ in range(14):\n    x = torch.ones(4)\n")
+    done = python("-m", "zbpipe", "leaks", "--step-at", f"{script}:{line}", script)
+    assert said in done.stdout + done.stderr
+    assert (done.returncode == 2) == (line != 4)
+
+
+AUTOCAST = """
+import torch
+net = torch.nn.Linear(32, 32)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+with torch.autocast("cpu", torch.bfloat16):
+    for _ in range(12):
+        torch.nn.Linear(32, 32)(net(torch.ones(8, 32))).mean().backward()
+        optimizer.step()
+"""
+
+
+def test_the_command_gives_the_checks_advice(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(AUTOCAST)
+    done = python("-m", "zbpipe", "leaks", script)
+    assert "some as large as autocast's weight cache, which lasts until its outermost region ends" in done.stdout
+    assert "check one step with check_tensor_leak(trace=True)" in done.stdout
