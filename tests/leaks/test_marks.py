@@ -1,6 +1,6 @@
 """The mark is the lowest holder whose items grow: one for each cause, exactly, and the program's own."""
 
-import asyncio
+import atexit
 import contextvars
 import dataclasses
 import functools
@@ -78,6 +78,7 @@ class Tracker:
         pass
 
 
+WRITERS = weakref.WeakSet()
 LAST = contextvars.ContextVar("last_seen")
 
 
@@ -139,11 +140,12 @@ def in_contexts():
 
 
 def bound_methods():
-    methods = asyncio.Queue()  # of the standard library
-    KEPT.append(methods)
+    """Which C has: nothing of the program stands above them."""
 
     def step(number):
-        methods.put_nowait(Writer().close)
+        writer = Writer()
+        WRITERS.add(writer)
+        atexit.register(writer.close)
 
     return step
 
@@ -168,6 +170,7 @@ MARKS = {
     ),
     "a linked list": (linked, "attribute cache of Cached"),
     "a context variable in contexts": (in_contexts, "context variable last_seen"),
+    "bound methods that C has": (bound_methods, "bound method Writer.close"),
     "weakref.finalize": (finalizers, "arguments of weakref.finalize's callback Tracker.forget"),
 }
 
@@ -177,6 +180,8 @@ def _no_caches():
     yield
     table.cache_clear()
     Agent.count.cache_clear()
+    for writer in [*WRITERS]:
+        atexit.unregister(writer.close)
 
 
 def marks_of(said):
