@@ -185,6 +185,39 @@ FILLING = {
 }  # fmt: skip
 
 
+REPLAY = "import random\nrandom.seed({seed})\nclass Buffer:\n    def __init__(self):\n        self.episodes = []\nbuffer = Buffer()"
+VARIED = "buffer.episodes.append(torch.randn(random.randint(8, 200), 8))"
+DROPS = "buffer.episodes.pop(0) if len(buffer.episodes) > {most} else None"
+
+
+@pytest.mark.parametrize(("steps", "most"), [(60, 36), (60, 45), (40, 20), (40, 24), (24, 16)])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_list_that_drops_its_oldest_items_is_a_window(run, seed, steps, most):
+    """Episodes of varied length: bytes rise where their number does not (alexis-jacq/rl_algorithms#261)."""
+    setup = REPLAY.format(seed=seed)
+    status, said = run(script(setup, VARIED, DROPS.format(most=most), steps))
+    assert status == 0 and "never cleared" not in said, said
+    status, said = run(script(setup, VARIED, "", steps))
+    assert status == 3 and ">> attribute episodes of Buffer" in said and "never cleared" in said, said
+
+
+def test_of_a_window_it_is_said_that_the_oldest_go(run):
+    status, said = run(script(REPLAY.format(seed=0), VARIED, DROPS.format(most=45), 60))
+    assert status == 0 and "the oldest of which go:" in said and "held by a list" not in said, said
+
+
+LONGEST = "longest = torch.zeros(0)\nlengths = [3, 7, 7, 2, 9, 9, 30, 4, 31, 6] + 10 * [5] + [60] + 9 * [7] + [70] + 9 * [70] + [71] + 20 * [3]"
+
+
+def test_a_buffer_as_long_as_the_longest_so_far_is_quiet(run):
+    """Three jumps in the later half (lucidrains/rotary-embedding-torch#15)."""
+    grows = "longest = torch.ones(1000 * max(lengths[i], len(longest) // 1000))"
+    status, said = run(script(LONGEST, grows, steps=60))
+    assert status == 0 and said.splitlines()[-1] == "nothing grew", said
+    status, said = run(script(LONGEST, "longest = torch.cat([longest, torch.ones(9)])", steps=60))
+    assert status == 3 and f"{GLOBAL}longest" in said and "larger than any of earlier steps" in said, said
+
+
 @pytest.mark.parametrize("name", FILLING)
 def test_a_window_that_is_not_full_yet_is_listed_as_that(run, name):
     source, words = FILLING[name]

@@ -10,6 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from zbpipe._torch.pipelining import has_backward, schedules_module
 from zbpipe.leaks import Growth
 from zbpipe.leaks._grown import Grown
-from zbpipe.leaks._growth import FEWEST
+from zbpipe.leaks._growth import FEWEST, PASSING
 
 OPTIMIZER, SCHEDULE, LINE = "Optimizer.step", "Schedule.step", "--step-at"
 
@@ -142,6 +143,9 @@ class Steps:
         if growth is None:
             return None
         watched = len(growth.counts)
+        for grown in [grown for grown in self.found if growth.has_gone(grown)]:
+            self.found.remove(grown)  # since the last look
+            growth.filling.append(replace(grown, known=PASSING))
         is_rising = bool(growth.rising(late=False))
         if not is_rising:
             self.found, growth.cycles = [], []

@@ -26,14 +26,15 @@ UNSEEN = "C or C++ that cannot be seen"
 @dataclass(slots=True)
 class Found:
     """A leak. ``rank`` is "root", "hidden" (held from where nobody can look), "cycle" (garbage) or "none"; ``address``
-    that of its memory; ``places`` those of the chain's holders in the search. Growth adds the step in which it was
-    ``born``, and the ``size`` of its block."""
+    that of its memory; ``places`` those of the chain's holders in the search. Growth adds its ``key``, the step in
+    which it was ``born``, and the ``size`` of its block."""
 
     leak: Leak
     rank: str
     address: int
     places: tuple[int, ...] = ()
     excused: str | None = None  # whose own cycle keeps it, if that is a library's
+    key: int = 0
     born: int = 0
     size: int = 0
 

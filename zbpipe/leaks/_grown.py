@@ -18,7 +18,8 @@ class Grown:
     ``leaks`` is empty if no holder of what grew can be seen. ``steps`` are the steps that allocated the leaks.
     ``is_larger`` is True if the tensors became larger, but not more. ``nodes`` counts the nodes of the autograd graph
     on the one leak, if the nodes became more. ``known`` says in words what else is known. ``mark`` is the position in
-    the chains at which the holder of all leaks stands.
+    the chains at which the holder of all leaks stands. ``keys`` are those of :class:`Growth`, the oldest
+    first; none of what is made anew.
     """
 
     leaks: list[Leak] = field(default_factory=list)
@@ -27,6 +28,7 @@ class Grown:
     known: str = ""
     nodes: int = 0
     mark: int = 0
+    keys: list[int] = field(default_factory=list)
 
     @property
     def bytes(self) -> int:
@@ -62,6 +64,8 @@ class Grown:
         return "\n    ".join([self.headline, *self.held_by])
 
 
+ANEW = "made anew, and more than before"
+
 Group = tuple[int, list[Found]]
 """Where a holder stands in the chains, and what it has."""
 
@@ -75,7 +79,10 @@ def groups_of(found: list[Found]) -> list[Group]:
 def grown_of(mark: int, found: list[Found], instead: str | None = None, is_larger: bool = False) -> Grown:
     """Of what hangs at one place; ``instead``: what is said of it in the place of "never cleared", if not None."""
     known = _known(mark, found, instead)
-    return Grown([entry.leak for entry in found], sorted(entry.born for entry in found), is_larger, known, 0, mark)
+    in_turn = sorted(found, key=lambda entry: entry.born)
+    steps = [entry.born for entry in in_turn]
+    keys = [] if is_larger or instead == ANEW else [entry.key for entry in in_turn]
+    return Grown([entry.leak for entry in found], steps, is_larger, known, 0, mark, keys)
 
 
 def _known(mark: int, found: list[Found], instead: str | None) -> str:

@@ -15,7 +15,9 @@ Who holds it. What hangs at one place of the program is one group:
 
 - a group piles up if steps of both halves made parts of it. The first and the last step do not count: what the first
   step made stays, and what the last step made may go in the next one;
+- if a search before has found the group, and something of its older half has gone since, it lets go: a window;
 - if such groups do not explain the rise, the groups are what became more or larger after the middle, and was made anew;
+  what became larger alone, in five steps or more, or in all;
 - what optimizers keep for their parameters, and what collections with a maximum length hold, has a bound: a window that
   is not full yet.
 """
@@ -34,9 +36,9 @@ import torch
 from zbpipe import _C
 from zbpipe._formatting import table
 from zbpipe._torch import allocator
-from zbpipe.leaks._alike import numbered_spans
+from zbpipe.leaks._alike import numbered_spans, plain
 from zbpipe.leaks._collector import collector
-from zbpipe.leaks._grown import Group, Grown, groups_of, grown_of, lines_of
+from zbpipe.leaks._grown import ANEW, Group, Grown, groups_of, grown_of, lines_of
 from zbpipe.leaks._judge import living, windows_of
 from zbpipe.leaks._results import Cycle
 from zbpipe.leaks._search import Found, Scope, natives_now, others_of, search, storages_now
@@ -44,7 +46,8 @@ from zbpipe.leaks._search import Found, Scope, natives_now, others_of, search, s
 _LONG_TABLE = 20  # rows; longer ones are folded
 FEWEST = 4  # steps that tell: what the first and the last one leave may be gone after the next
 _ACCUMULATES = 2**64 - 1  # the sequence number of a node that accumulates a gradient: no step makes it anew
-_ANEW = "made anew, and more than before"
+PASSING = "the oldest of which go"
+_RISES = 5  # in the later half, of what is made anew and is larger than before
 _LEAST = 10  # of what the last step made anew, what is less than a tenth of the largest is not told
 
 
@@ -97,6 +100,7 @@ class Growth:
         self.filling: list[Grown] = []
         self.late: list[Grown] = []
         self.cycles: list[Cycle] = []
+        self._seen: dict[str, list[Grown]] = {}  # what each search found at a place
 
     def __enter__(self) -> Growth:
         return self
@@ -173,13 +177,18 @@ class Growth:
         bounded, others = list[Found](), list[Found]()
         for entry in result.found:
             key = serials.get(entry.address, -entry.leak.storage)
-            entry.born, entry.size = self._living.get(key, (0, 0))
+            entry.key, (entry.born, entry.size) = key, self._living.get(key, (0, 0))
             if entry.born:
                 (bounded if entry.leak.storage in windows else others).append(entry)
         filling, (piles, anew) = self._piled_up(groups_of(bounded))[0], self._piled_up(groups_of(others))
-        self.filling = sorted((grown_of(*group, "") for group in filling), key=lambda group: -group.bytes)
+        passing = [group for group in piles if self._lets_go(group)]
+        piles = [group for group in piles if group not in passing]
+        self.filling = [grown_of(*group, "") for group in filling] + [grown_of(*group, PASSING) for group in passing]
+        self.filling.sort(key=lambda group: -group.bytes)
         found = [grown_of(*group, "" if is_late else None) for group in piles]
-        if not self._explain([*filling, *piles], rising):
+        if not self._explain([*filling, *passing, *piles], rising) and (
+            "counts" in rising or self._rises() >= min(_RISES, len(self.bytes) // 2 - 1)
+        ):
             now = Counter(entry.size for entry in (*bounded, *others))
             found += self._made_anew(anew, now, "counts" not in rising)
             found = found or [Grown()]
@@ -196,6 +205,25 @@ class Growth:
             (piles if len(halves) > 1 else others).append((mark, kept if len(halves) > 1 else found))
         return piles, others
 
+    def _lets_go(self, group: Group) -> bool:
+        """Whether something of the older half of what an earlier search found at this place has gone: so a list goes on
+        that drops its oldest item, while the young ones of a pile may go. Remembers what is there now."""
+        mark, found = group
+        place = plain(" / ".join(holder.text for holder in found[0].leak.chain[: mark + 1]))
+        seen = self._seen.setdefault(place, [])
+        has_gone = any(map(self.has_gone, seen))
+        seen.append(grown_of(mark, found))
+        return has_gone
+
+    def has_gone(self, grown: Grown) -> bool:
+        """Whether something of the older half of what was found at a place did not live after the last step."""
+        return not {*grown.keys[: (len(grown.keys) + 1) // 2]} <= self._living.keys()
+
+    def _rises(self) -> int:
+        """In how many steps of the later half the bytes rose."""
+        later = self.bytes[len(self.bytes) // 2 - 1 :]
+        return sum(after > before for before, after in pairwise(later))
+
     def _explain(self, groups: list[Group], rising: list[str]) -> bool:
         """Whether what they have gained since the middle is at least half of what rose."""
         gained = [entry.size for _, found in groups for entry in found if entry.born > self._middle]
@@ -211,7 +239,7 @@ class Growth:
         grown = []
         for mark, found in groups:
             risen = [entry for entry in found if entry.born > self._middle and more[entry.size]]
-            grown += [grown_of(mark, risen, "" if is_larger else _ANEW, is_larger)] if risen else []
+            grown += [grown_of(mark, risen, "" if is_larger else ANEW, is_larger)] if risen else []
         most = max((group.bytes for group in grown), default=0)
         return [group for group in grown if _LEAST * group.bytes > most]
 
