@@ -7,7 +7,8 @@
 A run is of four microbatches: all forwards, then all I, then all W, as a rank holds the most. Sides take turns in one
 process; figures are medians, ratios those to the unsplit backwards of the same round. Weights have gradients before.
 Device times are between events, without a wait in between; host times end with the last launch. The peak is the
-allocator's, without what lived before the run. Kernels are those of one more run, as the profiler counts them.
+allocator's, without what lived before the run. Kernels are those of one more run, forwards included, as the profiler
+counts them.
 
     dense         4 blocks, with 4096, 1024, 512 and 128 tokens a microbatch
     checkpointed  4 checkpointed blocks, zbpipe's three policies
@@ -24,6 +25,7 @@ import contextlib
 import gc
 import importlib
 import importlib.util
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -361,8 +363,10 @@ class Step:
 
 def steps(scale: Scale) -> Cases:
     if not dist.is_initialized():
-        backend = "gloo" if scale.device == "cpu" else "nccl"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        is_cpu = scale.device == "cpu"
+        device = None if is_cpu else torch.device("cuda", torch.cuda.current_device())
+        backend = "gloo" if is_cpu else "nccl"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device)
     for is_checkpointed in (False, True):
         kinds: dict[str, tuple[str, str | None]] = {
             "interleaved 1F1B": (INTERLEAVED, None),
@@ -435,7 +439,7 @@ def peak_of(figures: dict[str, Any]) -> tuple[str, str]:
     return f"{figures['peak'] / 1e6:.1f}", f"{figures['peak_ratio']:.2f}x"
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", help="cuda (default), or cpu: as --small")
     parser.add_argument("--small", action="store_true", help="tiny blocks on the CPU")
@@ -444,8 +448,11 @@ def main(arguments: list[str] | None = None) -> None:
     add_argument(parser)
     given = parser.parse_args(arguments)
     scale = scale_of(given.device, given.small or given.device == "cpu", given.repeat)
+    if scale.device != "cpu":
+        torch.cuda.set_device(scale.device if ":" in scale.device else 0)
     print(f"torch {torch.__version__}, {scale.device}, {scale.sizes}")
     figures: dict[str, Any] = {}
+    failed: list[str] = []  # the others go on
     for kind in given.only:
         try:
             for case, sides in KINDS[kind](scale):
@@ -454,12 +461,16 @@ def main(arguments: list[str] | None = None) -> None:
                 write(given.json, "real_size", figures, scale.device)  # each time: a run may be cut off
         except NotRun as why:
             print(f"\n{kind}: not run: {why}")
+        except Exception as error:
+            failed.append(kind)
+            print(f"\n{kind}: {type(error).__name__}: {error}")
         gc.collect()
         if scale.device != "cpu":
             torch.cuda.empty_cache()
     if dist.is_initialized():
         dist.destroy_process_group()
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

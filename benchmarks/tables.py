@@ -371,7 +371,8 @@ def real_size() -> str:
             for side, of in sides.items()
         ]
         header = ["", "", "time of I + W", "I", "W", "host time, ms", "peak", "held, MB", "kernels", "inexact"]
-        machine = f"{found['device']}, torch {found['torch']}, driver {found['driver']}, {found['date']}"
+        date = found["parts"]["real size"]["date"]
+        machine = f"{found['device']}, torch {found['torch']}, driver {found['driver']}, {date}"
         made.append(f"{machine}:\n\n{markdown(header, rows)}")
     return "\n\n".join(made) or "Not measured yet."
 
@@ -426,7 +427,8 @@ def bubbles() -> str:
                 times(row["measured"]["median"] / row["model"]),
             ]
         )
-    header = ["", "F : I : W", *(f"{ranks} ranks" for ranks in measured["waits"][0]["ranks"]), "measured, 2 ranks"]
+    header = ["", "F : I : W", *(f"{ranks} ranks" for ranks in measured["waits"][0]["ranks"])]
+    header.append(f"measured, {measured['rows'][0]['ranks']} ranks")
     return markdown(header, rows)
 
 

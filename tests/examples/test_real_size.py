@@ -66,7 +66,7 @@ def test_results_become_rows_of_the_pages(measured, project):  # noqa: F811  the
         "driver": "1.2",
         "date": "2099-01-01",
         "status": "",
-        "parts": {},
+        "parts": {"real size": {"date": "2099-01-01"}},
     }
     (results / "gpu-test.json").write_text(json.dumps({**of_gpu, "figures": {"real_size": measured["figures"]}}))
     assert python(made).returncode == 0

@@ -150,6 +150,34 @@ def bound_methods():
     return step
 
 
+def bounded_within():
+    """Each is full after three steps; what grows is the list of them."""
+    holder = Cached(list)
+    KEPT.append(holder)
+
+    def step(number):
+        if number % 3 == 0:
+            holder.cache.append(Layer())
+        holder.cache[-1](torch.ones(1))
+
+    return step
+
+
+def deep():
+    """Deeper than any chain is looked at."""
+    at = Cached(list)
+    KEPT.append(at)
+    history = at.cache
+
+    def step(number):
+        inner = torch.ones(4)
+        for _ in range(12):
+            inner = [(inner,)]
+        history.append(inner)
+
+    return step
+
+
 def finalizers():
     anchor = Cached()
     KEPT.append(anchor)
@@ -170,6 +198,8 @@ MARKS = {
     ),
     "a linked list": (linked, "attribute cache of Cached"),
     "a context variable in contexts": (in_contexts, "context variable last_seen"),
+    "what is full soon, in a list": (bounded_within, "attribute cache of Cached"),
+    "very long chains": (deep, "attribute cache of Cached"),
     "bound methods that C has": (bound_methods, "bound method Writer.close"),
     "weakref.finalize": (finalizers, "arguments of weakref.finalize's callback Tracker.forget"),
 }
@@ -195,7 +225,7 @@ def test_the_mark(name):
     make, mark = MARKS[name]
     step = make()
     with Growth() as growth:
-        for number in range(7):
+        for number in range(14 if name.startswith("what is full") else 7):
             step(number)
             growth.step()
         said = "\n".join(map(str, growth.grown()))

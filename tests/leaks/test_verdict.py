@@ -206,6 +206,27 @@ def test_of_a_window_it_is_said_that_the_oldest_go(run):
     assert status == 0 and "the oldest of which go:" in said and "held by a list" not in said, said
 
 
+def test_a_window_beside_a_leak_hides_nothing(run):
+    setup = "both = {'window': [], 'leak': []}"
+    keeps = "both['window'].append(y); both['leak'].append(y.clone())"
+    status, said = run(script(setup, keeps, "both['window'].pop(0) if len(both['window']) > 5 else None", 60))
+    assert (
+        status == 3 and f"{GLOBAL}both" in said and "the oldest of which go" not in said.partition("and may be")[0]
+    ), said
+
+
+def test_a_window_beside_what_comes_and_goes_is_quiet(run):
+    keeps = "queue.append(y); other = [y.clone() for _ in range(i % 5)]"
+    status, said = run(script("queue = []", keeps, "queue.pop(0) if len(queue) > 30 else None", 60))
+    assert status == 0 and "never cleared" not in said, said
+
+
+def test_a_queue_that_is_filled_faster_than_it_is_emptied_is_no_window(run):
+    keeps = "queue.append(y); queue.append(y.clone())"
+    status, said = run(script("queue = []", keeps, "queue.pop(0)", 60))
+    assert status == 3 and f"{GLOBAL}queue" in said, said
+
+
 LONGEST = "longest = torch.zeros(0)\nlengths = [3, 7, 7, 2, 9, 9, 30, 4, 31, 6] + 10 * [5] + [60] + 9 * [7] + [70] + 9 * [70] + [71] + 20 * [3]"
 
 

@@ -100,12 +100,13 @@ def run(given: argparse.Namespace) -> int:
         given.parser.error(f"there is no file {given.script}; options of the script come after its name")
     steps = Steps(given.warmup, given.steps, given.step_at)
     stdout = sys.stdout  # the script may close it, or put something else in its place
-    process, has_failed, judged = os.getpid(), True, 0
+    process, has_failed, has_said, judged = os.getpid(), True, False, 0
     end_at_once = os._exit
 
     def report() -> None:
-        nonlocal judged
-        if os.getpid() == process:  # a child that the script forked has nothing to report
+        nonlocal judged, has_said
+        if os.getpid() == process and not has_said:  # a child that the script forked has nothing to report
+            has_said = True
             with collector:  # whose run over all leaks takes longer than the text
                 text, judged = _report(steps, given)
             ranks.say_together(text, stdout, has_failed)

@@ -6,7 +6,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from zbpipe.leaks._heap import NOBODY
 from zbpipe.leaks._results import CONTEXT_VARIABLE, NAMED, Holder, Leak, chain_lines
+from zbpipe.leaks._ways import LEFT_OUT
 
 _NUMBER = re.compile(r"\b\d+\b")
 _NAME = re.compile(r"(?<=\bitem )(['\"]).*\1|\d+")  # a key, or a number within a name: "step_3"
@@ -44,7 +46,7 @@ def by_holder(
     """Places of the leaks that one holder has together, however they hang below it; first where that holder stands in
     the chains.
 
-    It is the program's last one above the lowest collection whose items grow: different steps made them. If none does,
+    It is the program's last one above the lowest collection whose items grow: made over half of the time. If none does,
     it is the last one above the items that differ; if none do, the one to blame. Items are told apart by their places
     in the search, ``places_of`` a leak's holders, by its storage. ``born``: in which step, by the storage too.
     """
@@ -75,17 +77,19 @@ def by_holder(
 
 def _of_items(leaks: list[tuple[Leak, Sequence[int]]], born: Mapping[int, int], blamed: int) -> int:
     """Where in the chains the holder of the items stands."""
-    lengths = [len(places) for _, places in leaks]
-    for at in reversed(range(min(lengths)) if born else ()):
+    steps = [born[leak.storage] for leak, _ in leaks] if born else [0]
+    for at in reversed(range(min(len(places) for _, places in leaks)) if born else ()):
         items: dict[tuple[int, str], dict[int, int]] = {}  # by the collection, and how it holds: the steps of birth
         for leak, places in leaks:
-            item = places[at + 1] if at + 1 < len(places) else leak.storage
             text = leak.chain[at].text
             # A context variable holds a value for each context.
-            collection = -1 if text.startswith(CONTEXT_VARIABLE) else places[at]
-            of_one = items.setdefault((collection, _NAME.sub("*", text)), {})
-            of_one[item] = min(of_one.get(item, born[leak.storage]), born[leak.storage])
-        if any(len({*steps.values()}) > 1 for steps in items.values()):
+            collection = NOBODY if text.startswith(CONTEXT_VARIABLE) else places[at]
+            item = places[at + 1] if at + 1 < len(places) else leak.storage
+            if collection != LEFT_OUT:
+                of_one = items.setdefault((collection, _NAME.sub("*", text)), {})
+                of_one[item] = min(of_one.get(item, born[leak.storage]), born[leak.storage])
+        spans = [max(of_one.values()) - min(of_one.values()) for of_one in items.values()]
+        if max(spans, default=0) and 2 * max(spans) >= max(steps) - min(steps):  # what is full soon does not grow
             return at
     for at in range(1, min(blamed + 1, *(len(leak.chain) for leak, _ in leaks))):
         if len({(leak.chain[at].text, *places[at : at + 1]) for leak, places in leaks}) > 1:

@@ -18,8 +18,8 @@ class Grown:
     ``leaks`` is empty if no holder of what grew can be seen. ``steps`` are the steps that allocated the leaks.
     ``is_larger`` is True if the tensors became larger, but not more. ``nodes`` counts the nodes of the autograd graph
     on the one leak, if the nodes became more. ``known`` says in words what else is known. ``mark`` is the position in
-    the chains at which the holder of all leaks stands. ``keys`` are those of :class:`Growth`, the oldest
-    first; none of what is made anew.
+    the chains at which the holder of all leaks stands. ``keys`` are those of :class:`Growth`, of each
+    collection, the oldest first; none of what is made anew.
     """
 
     leaks: list[Leak] = field(default_factory=list)
@@ -28,7 +28,7 @@ class Grown:
     known: str = ""
     nodes: int = 0
     mark: int = 0
-    keys: list[int] = field(default_factory=list)
+    keys: list[list[int]] = field(default_factory=list)
 
     @property
     def bytes(self) -> int:
@@ -79,10 +79,24 @@ def groups_of(found: list[Found]) -> list[Group]:
 def grown_of(mark: int, found: list[Found], instead: str | None = None, is_larger: bool = False) -> Grown:
     """Of what hangs at one place; ``instead``: what is said of it in the place of "never cleared", if not None."""
     known = _known(mark, found, instead)
-    in_turn = sorted(found, key=lambda entry: entry.born)
-    steps = [entry.born for entry in in_turn]
-    keys = [] if is_larger or instead == ANEW else [entry.key for entry in in_turn]
+    steps = sorted(entry.born for entry in found)
+    keys = [] if is_larger or instead == ANEW else [keys_of(entries) for entries in collections_of(found).values()]
     return Grown([entry.leak for entry in found], steps, is_larger, known, 0, mark, keys)
+
+
+def keys_of(found: list[Found]) -> list[int]:
+    """The oldest first."""
+    return [entry.key for entry in sorted(found, key=lambda entry: entry.born)]
+
+
+def collections_of(found: list[Found]) -> dict[tuple[str, ...], list[Found]]:
+    """By what is said of a chain above its last link to an item."""
+    made: dict[tuple[str, ...], list[Found]] = {}
+    for entry in found:
+        texts = [holder.text for holder in entry.leak.chain]
+        items = [at for at, text in enumerate(texts) if " item " in text or text.startswith("member of ")]
+        made.setdefault(tuple(texts[: max(items, default=0)]), []).append(entry)
+    return made
 
 
 def _known(mark: int, found: list[Found], instead: str | None) -> str:

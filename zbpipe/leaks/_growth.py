@@ -36,9 +36,9 @@ import torch
 from zbpipe import _C
 from zbpipe._formatting import table
 from zbpipe._torch import allocator
-from zbpipe.leaks._alike import numbered_spans, plain
+from zbpipe.leaks._alike import numbered_spans
 from zbpipe.leaks._collector import collector
-from zbpipe.leaks._grown import ANEW, Group, Grown, groups_of, grown_of, lines_of
+from zbpipe.leaks._grown import ANEW, Group, Grown, collections_of, groups_of, grown_of, keys_of, lines_of
 from zbpipe.leaks._judge import living, windows_of
 from zbpipe.leaks._results import Cycle
 from zbpipe.leaks._search import Found, Scope, natives_now, others_of, search, storages_now
@@ -47,6 +47,9 @@ _LONG_TABLE = 20  # rows; longer ones are folded
 FEWEST = 4  # steps that tell: what the first and the last one leave may be gone after the next
 _ACCUMULATES = 2**64 - 1  # the sequence number of a node that accumulates a gradient: no step makes it anew
 PASSING = "the oldest of which go"
+_FLAT = (
+    8  # steps: their most tensors, beside those of as many before, tell whether a list that drops its oldest is full
+)
 _RISES = 5  # in the later half, of what is made anew and is larger than before
 _LEAST = 10  # of what the last step made anew, what is less than a tenth of the largest is not told
 
@@ -100,7 +103,7 @@ class Growth:
         self.filling: list[Grown] = []
         self.late: list[Grown] = []
         self.cycles: list[Cycle] = []
-        self._seen: dict[str, list[Grown]] = {}  # what each search found at a place
+        self._seen: dict[tuple[str, ...], list[list[int]]] = {}  # what each search found in a collection
 
     def __enter__(self) -> Growth:
         return self
@@ -181,8 +184,7 @@ class Growth:
             if entry.born:
                 (bounded if entry.leak.storage in windows else others).append(entry)
         filling, (piles, anew) = self._piled_up(groups_of(bounded))[0], self._piled_up(groups_of(others))
-        passing = [group for group in piles if self._lets_go(group)]
-        piles = [group for group in piles if group not in passing]
+        passing, piles = self._passing(piles)
         self.filling = [grown_of(*group, "") for group in filling] + [grown_of(*group, PASSING) for group in passing]
         self.filling.sort(key=lambda group: -group.bytes)
         found = [grown_of(*group, "" if is_late else None) for group in piles]
@@ -205,19 +207,29 @@ class Growth:
             (piles if len(halves) > 1 else others).append((mark, kept if len(halves) > 1 else found))
         return piles, others
 
-    def _lets_go(self, group: Group) -> bool:
-        """Whether something of the older half of what an earlier search found at this place has gone: so a list goes on
-        that drops its oldest item, while the young ones of a pile may go. Remembers what is there now."""
-        mark, found = group
-        place = plain(" / ".join(holder.text for holder in found[0].leak.chain[: mark + 1]))
-        seen = self._seen.setdefault(place, [])
-        has_gone = any(map(self.has_gone, seen))
-        seen.append(grown_of(mark, found))
-        return has_gone
+    def _passing(self, piles: list[Group]) -> tuple[list[Group], list[Group]]:
+        """What collections have that drop their oldest items, while of a pile at most young ones go; and the others.
+        Remembers what each collection has now."""
+        passing, others = list[Group](), list[Group]()
+        for mark, found in piles:
+            gone, kept = list[Found](), list[Found]()
+            for place, entries in collections_of(found).items():
+                seen = self._seen.setdefault(place, [])
+                (gone if any(map(self._have_gone, seen)) else kept).extend(entries)
+                seen.append(keys_of(entries))
+            passing += [(mark, gone)] if gone else []
+            others += [(mark, kept)] if kept else []
+        return passing, others
 
     def has_gone(self, grown: Grown) -> bool:
-        """Whether something of the older half of what was found at a place did not live after the last step."""
-        return not {*grown.keys[: (len(grown.keys) + 1) // 2]} <= self._living.keys()
+        """Whether by the last step each of its collections has dropped something of the older half of its items."""
+        return bool(grown.keys) and all(map(self._have_gone, grown.keys))
+
+    def _have_gone(self, keys: list[int]) -> bool:
+        """Not if the last steps have added to what lives: a queue that is filled faster than it is emptied goes on."""
+        few = min(_FLAT, len(self.counts) // 4)
+        is_full = max(self.counts[-few:]) <= max(self.counts[-2 * few : -few], default=0)
+        return is_full and not {*keys[: (len(keys) + 1) // 2]} <= self._living.keys()
 
     def _rises(self) -> int:
         """In how many steps of the later half the bytes rose."""

@@ -91,7 +91,7 @@ def module_name(namespace: dict[str, Any]) -> str:
 
 def module_file(namespace: dict[str, Any]) -> str | None:
     filename = dict.get(namespace, "__file__")
-    return filename if isinstance(filename, str) else None
+    return filename if type(filename) is str else None
 
 
 def is_of_a_library(module: str) -> bool:

@@ -11,6 +11,7 @@ import datetime
 import functools
 import gc
 import inspect
+import sys
 import types
 import weakref
 from collections.abc import Sequence
@@ -182,7 +183,7 @@ class Words:
             return self.holder("object", edge + (f"an item of a {what}" if has_objects else f"a {what} on its memory"))
         if self._work is not None and issubclass(cls, self._work):
             return self.holder("work", f"{edge}a {type_name(thing)}")
-        if _python.class_name(cls).startswith("hamt"):  # the map of a context
+        if _python.module_of_class(cls) == "builtins" and _python.class_name(cls).startswith("hamt"):  # a context's map
             return self._of_context(thing, held)
         namespace = namespace_of(thing)
         return None if held is namespace is not None else self._attribute(thing, namespace, held, edge)
@@ -268,10 +269,11 @@ class Words:
         of_library = of_slot is not None and _python.is_of_a_library(_python.module_of_class(of_slot))
         if where is None and (of_library or module == "builtins"):
             return self.holder("object", text)  # _objects of a ctypes array, fget of a property: nobody's place
-        if where is None and (is_library := _python.is_of_a_library(module)):
+        is_library = _python.is_of_a_library(module)
+        if where is None and is_library and module.partition(".")[0] not in sys.stdlib_module_names:
             set_at = _python.set_by_the_program(name)
-            return self.holder("attribute", text, set_at[0] if len(set_at) == 1 else None, 0, is_library and not set_at)
-        return self.holder("attribute", text, where, is_library=None if where else False)
+            return self.holder("attribute", text, set_at[0] if len(set_at) == 1 else None, 0, not set_at)
+        return self.holder("attribute", text, where, is_library=None if where else is_library)
 
     def _registry(self, owner: Any, namespace: Any, held: Any) -> str | None:
         """Under which name a module has a dictionary of its parameters, buffers or modules, if it is one."""
