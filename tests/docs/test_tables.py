@@ -3,12 +3,11 @@
 import html
 import importlib.util
 import json
-from pathlib import Path
 
 import pytest
+from support.pages import ROOT, copy_of_pages
 from support.processes import python
 
-ROOT = Path(__file__).parents[2]
 TABLES = ROOT / "benchmarks" / "tables.py"
 
 
@@ -19,17 +18,7 @@ def test_the_pages_say_what_was_measured():
 
 @pytest.fixture
 def project(tmp_path):
-    """As much of it as the tables need."""
-    for path in ("benchmarks/tables.py", "requirements/newest.txt", "docs/pictures/timeline.json"):
-        copied(path, tmp_path)
-    for path in [*ROOT.glob("benchmarks/results/*.json"), *ROOT.glob("docs/*.md"), ROOT / "README.md"]:
-        copied(path.relative_to(ROOT), tmp_path)
-    return tmp_path
-
-
-def copied(path, folder):
-    (folder / path).parent.mkdir(parents=True, exist_ok=True)
-    (folder / path).write_text((ROOT / path).read_text())
+    return copy_of_pages(tmp_path)
 
 
 def test_a_figure_that_is_typed_is_found_and_written_over(project):

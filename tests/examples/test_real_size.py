@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from docs.test_tables import ROOT, project  # noqa: F401  a fixture
+from support.pages import ROOT, copy_of_pages
 from support.processes import python
 
 POLICIES = ("keep", "recompute", "input_pass")
@@ -58,7 +58,8 @@ def test_whole_steps(measured):
     assert all(of["peak"] > 0 and of["step_ms"]["median"] > 0 for sides in found.values() for of in sides.values())
 
 
-def test_results_become_rows_of_the_pages(measured, project):  # noqa: F811  the fixture
+def test_results_become_rows_of_the_pages(measured, tmp_path):
+    project = copy_of_pages(tmp_path)
     results, made = project / "benchmarks" / "results", project / "benchmarks" / "tables.py"
     of_gpu = {
         "device": "GPU of a test",
