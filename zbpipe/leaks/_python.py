@@ -151,9 +151,10 @@ def attribute_place(cls: type, attribute: str) -> str | None:
 def set_by_the_program(attribute: str) -> list[str]:
     """The lines of the program that set an attribute of another object than ``self``, the first one of each file."""
     found = []
-    for module in list(sys.modules.values()):
+    for name, module in list(sys.modules.items()):
         filename = module_file(module_namespace(module)) or ""
-        if library_path(filename) is None and f".{attribute}" in "".join(linecache.getlines(filename)):
+        is_library = library_path(filename) is not None or name.startswith("_zbpipe_hook")
+        if not is_library and f".{attribute}" in "".join(linecache.getlines(filename)):
             line = binding_line(filename, _OF_OTHERS, attribute)
             found += [place(filename, line)] if line else []
     return found
