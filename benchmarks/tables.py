@@ -134,7 +134,7 @@ def in_short() -> str:
         ],
         ["memory held from I to W by one microbatch of 4 transformer blocks", *(f"{of} MB" for of in held)],
     ]
-    return markdown(["", "torch's module", "zbpipe"], rows + of_real_size())
+    return markdown(["", "torch's module", "zbpipe"], rows + real_size_in_short())
 
 
 def picture() -> str:
@@ -358,21 +358,25 @@ def gpu() -> str:
     return "\n\n".join(made)
 
 
+def of_real_size() -> list[tuple[str, dict[str, Any]]]:
+    """Machine and figures, the newest last."""
+    runs = [found for found in of_gpus() if "real_size" in found["figures"]]
+    return [
+        (f"{found['device']}, torch {found['torch']}, driver {found['driver']}, {date}", found["figures"]["real_size"])
+        for date, found in sorted(((run["parts"]["real size"]["date"], run) for run in runs), key=lambda one: one[0])
+    ]
+
+
 def real_size() -> str:
     """Blocks of a real model's size."""
     made = []
-    for found in of_gpus():
-        if not (measured := found["figures"].get("real_size")):
-            continue
-        rows = [
-            [case if of is next(iter(sides.values())) else "", side, *real_size_of(of)]
-            for kind, cases in measured.items()
-            for case, sides in ((f"{kind}, {case}", sides) for case, sides in cases.items())
-            for side, of in sides.items()
-        ]
+    for machine, measured in of_real_size():
+        rows = []
+        for kind, cases in measured.items():
+            for case, sides in cases.items():
+                for number, (side, of) in enumerate(sides.items()):
+                    rows.append(["" if number else f"{kind}, {case}", side, *real_size_of(of)])
         header = ["", "", "time of I + W", "I", "W", "host time, ms", "peak", "held, MB", "kernels", "inexact"]
-        date = found["parts"]["real size"]["date"]
-        machine = f"{found['device']}, torch {found['torch']}, driver {found['driver']}, {date}"
         made.append(f"{machine}:\n\n{markdown(header, rows)}")
     return "\n\n".join(made) or "Not measured yet."
 
@@ -392,24 +396,21 @@ def real_size_of(side: dict[str, Any]) -> list[str]:
     ]
 
 
-def of_real_size() -> list[list[str]]:
+def real_size_in_short() -> list[list[str]]:
     """README's rows, of the newest run."""
-    found = max((of for of in of_gpus() if "real_size" in of["figures"]), key=lambda of: of["date"], default=None)
-    if found is None:
-        return []
-    measured = found["figures"]["real_size"]
-    where = f"{found['device']}, torch {found['torch']}"
     rows = []
-    for kind, ours, words in (
-        ("dense", "zbpipe", "blocks of Llama 3 8B's size"),
-        ("checkpointed", "keep", "the same, each checkpointed"),
-    ):
-        for case, sides in list(measured.get(kind, {}).items())[:1]:  # the one with the most tokens
-            pair = [sides["torch"], sides[ours]]
-            what = f"{words}, {case} ({where}): time of I + W, relative to unsplit backwards"
-            rows.append([what, *("raises" if "error" in of else times(of["ratio"]["median"]) for of in pair)])
-            peaks = ("" if "error" in of else times(of["peak_ratio"]) for of in pair)
-            rows.append(["— peak memory", *peaks])
+    for machine, measured in of_real_size()[-1:]:
+        where = machine.partition(", driver")[0]
+        for kind, ours, words in (
+            ("dense", "zbpipe", "blocks of Llama 3 8B's size"),
+            ("checkpointed", "keep", "the same, each checkpointed"),
+        ):
+            for case, sides in list(measured.get(kind, {}).items())[:1]:  # the one with the most tokens
+                pair = [sides["torch"], sides[ours]]
+                what = f"{words}, {case} ({where}): time of I + W, relative to unsplit backwards"
+                rows.append([what, *("raises" if "error" in of else times(of["ratio"]["median"]) for of in pair)])
+                peaks = ("" if "error" in of else times(of["peak_ratio"]) for of in pair)
+                rows.append(["— peak memory", *peaks])
     return rows
 
 

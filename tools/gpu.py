@@ -13,6 +13,7 @@ that runs out of time has failed, and is reported so.
 
 import argparse
 import datetime
+import functools
 import importlib.util
 import json
 import os
@@ -143,8 +144,8 @@ class Run:
         for path in folder.iterdir():
             found = json.loads(path.read_text())
             name, figures = found["benchmark"], found["figures"]
-            is_some = name == "real_size"  # where it was cut off
-            self.figures[name] = {**self.figures.get(name, {}), **figures} if is_some else figures
+            is_table = isinstance(figures, dict)  # of which a part that is cut off has some
+            self.figures[name] = {**self.figures.get(name, {}), **figures} if is_table else figures
             self.made["driver"] = found.get("driver")
         self.write()
 
@@ -224,30 +225,24 @@ def main():
     setup = [ROOT / "setup.py", "--quiet"]
     whole = [[*setup, "build_ext", "--inplace"], [*setup, "egg_info", "--egg-base", FOLDER], ["-m", "zbpipe", "doctor"]]
     plugin = ("-p", "support.on_device", "-m", "not long and not system and not cuda")
-    runs = {
-        "build": lambda: gpu.part("build", whole),
-        "marked cuda": lambda: gpu.pytest("marked cuda", "-m", "cuda and not long", *marked_cuda()),
-        "with tensors on the device": lambda: gpu.pytest(
-            "with tensors on the device", *plugin, *ON_THE_DEVICE, ZBPIPE_DEVICE=given.device
+    on_device = functools.partial(gpu.pytest, ZBPIPE_DEVICE=given.device)
+    sizes = SIZES[given.device == "cpu"]
+    runs = {  # of a part's name
+        "build": lambda name: gpu.part(name, whole),
+        "marked cuda": lambda name: gpu.pytest(name, "-m", "cuda and not long", *marked_cuda()),
+        "with tensors on the device": lambda name: on_device(name, *plugin, *ON_THE_DEVICE),
+        "all stages on one rank": lambda name: on_device(name, *plugin, *ON_ONE_RANK),
+        "host time": lambda name: gpu.measure(
+            name, "split.py", "--only", "host_time", "--repeat", "5", "--blocks", *BLOCKS
         ),
-        "all stages on one rank": lambda: gpu.pytest(
-            "all stages on one rank", *plugin, *ON_ONE_RANK, ZBPIPE_DEVICE=given.device
-        ),
-        "host time": lambda: gpu.measure(
-            "host time", "split.py", "--only", "host_time", "--repeat", "5", "--blocks", *BLOCKS
-        ),
-        "memory and products": lambda: gpu.measure(
-            "memory and products", "split.py", "--only", "memory", "--repeat", "5"
-        ),
-        "whole steps": lambda: gpu.measure("whole steps", "step_overhead.py", "--ranks", "1", "--blocks", "16"),
-        "checkpointed steps": lambda: gpu.measure(
-            "checkpointed steps", "checkpointed.py", "--ranks", "1", *SIZES[given.device == "cpu"]
-        ),
-        "captured graph": lambda: gpu.part("captured graph", [[ROOT / "examples" / "cuda_graph.py"]]),
-        "real size": lambda: gpu.measure("real size", "real_size.py"),
+        "memory and products": lambda name: gpu.measure(name, "split.py", "--only", "memory", "--repeat", "5"),
+        "whole steps": lambda name: gpu.measure(name, "step_overhead.py", "--ranks", "1", "--blocks", "16"),
+        "checkpointed steps": lambda name: gpu.measure(name, "checkpointed.py", "--ranks", "1", *sizes),
+        "captured graph": lambda name: gpu.part(name, [[ROOT / "examples" / "cuda_graph.py"]]),
+        "real size": lambda name: gpu.measure(name, "real_size.py"),
     }
     for name in gpu.names:
-        runs[name]()
+        runs[name](name)
         if not gpu.parts["build"]["ok"]:
             break
     gpu.write()

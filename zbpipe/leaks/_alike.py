@@ -69,28 +69,38 @@ def by_holder(
     found: dict[Key, tuple[int, list[int]]] = {}
     for blamed, places in alike.values():
         of_group = [leaks[at] for at in places]
-        at = _of_items([(leak, places_of.get(leak.storage, ())) for leak in of_group], born, blamed)
+        placed = [(leak, places_of.get(leak.storage, ())) for leak in of_group]
+        growing = _what_grows(placed, born) if born else None
+        at = _what_differs(placed, blamed) if growing is None else growing
         mark = _named_above([leak.chain for leak in of_group], at, blamed)
         found.setdefault(_likeness(leaks[places[0]].chain[: mark + 1], known), (mark, []))[1].extend(places)
     return list(found.values())
 
 
-def _of_items(leaks: list[tuple[Leak, Sequence[int]]], born: Mapping[int, int], blamed: int) -> int:
-    """Where in the chains the holder of the items stands."""
-    steps = [born[leak.storage] for leak, _ in leaks] if born else [0]
-    for at in reversed(range(min(len(places) for _, places in leaks)) if born else ()):
+_Placed = Sequence[tuple[Leak, Sequence[int]]]
+
+
+def _what_grows(leaks: _Placed, born: Mapping[int, int]) -> int | None:
+    """Where the lowest collection whose items grow stands in the chains."""
+    steps = [born[leak.storage] for leak, _ in leaks]
+    for at in reversed(range(min(len(places) for _, places in leaks))):
         items: dict[tuple[int, str], dict[int, int]] = {}  # by the collection, and how it holds: the steps of birth
-        for leak, places in leaks:
+        for (leak, places), step in zip(leaks, steps, strict=True):
             text = leak.chain[at].text
             # A context variable holds a value for each context.
             collection = NOBODY if text.startswith(CONTEXT_VARIABLE) else places[at]
             item = places[at + 1] if at + 1 < len(places) else leak.storage
             if collection != LEFT_OUT:
                 of_one = items.setdefault((collection, _NAME.sub("*", text)), {})
-                of_one[item] = min(of_one.get(item, born[leak.storage]), born[leak.storage])
+                of_one[item] = min(of_one.get(item, step), step)
         spans = [max(of_one.values()) - min(of_one.values()) for of_one in items.values()]
         if max(spans, default=0) and 2 * max(spans) >= max(steps) - min(steps):  # what is full soon does not grow
             return at
+    return None
+
+
+def _what_differs(leaks: _Placed, blamed: int) -> int:
+    """Where the holder above the first items that differ stands; where none do, the one to blame."""
     for at in range(1, min(blamed + 1, *(len(leak.chain) for leak, _ in leaks))):
         if len({(leak.chain[at].text, *places[at : at + 1]) for leak, places in leaks}) > 1:
             return at - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -64,6 +65,7 @@ class Grown:
         return "\n    ".join([self.headline, *self.held_by])
 
 
+_COLLECTION = re.compile(r"(?:(?:(?! item ).)*?: )??(?:(?!tuple )(\S+) item |member of a set$)")  # which can be cleared
 ANEW = "made anew, and more than before"
 
 Group = tuple[int, list[Found]]
@@ -112,11 +114,9 @@ def _known(mark: int, found: list[Found], instead: str | None) -> str:
         return "parameters of modules"
     if instead is not None:
         return instead
-    below = chains[0][mark + 1 : mark + 2]
-    collection = below[0].text.partition(" item ")[0].rpartition(": ")[2] if below else ""
-    collection = collection or (below[0].text.removeprefix("member of a ") if below else "")
-    is_item = bool(below) and below[0].kind in ("list", "dict") and collection not in ("", "tuple", below[0].text)
-    return f"held by a {collection} that was never cleared" if is_item and len(found) > 1 else ""
+    below = [holder.text for holder in chains[0][mark + 1 : mark + 2] if holder.kind in ("list", "dict")]
+    collection = _COLLECTION.match(below[0]) if below and len(found) > 1 else None
+    return f"held by a {collection[1] or 'set'} that was never cleared" if collection else ""
 
 
 def lines_of(grown: list[Grown], filling: list[Grown], cycles: list[Cycle]) -> list[str]:

@@ -16,7 +16,8 @@ import types
 from pathlib import Path
 from typing import Any
 
-_OURS = os.path.join(Path(__file__).parents[1], "")
+_CLONE = os.path.join(Path(__file__).parents[2], "")
+_OURS = tuple(os.path.join(_CLONE, package, "") for package in ("zbpipe", "_zbpipe_hook"))
 _STANDARD = {os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib")}
 _PACKAGES = re.compile(r".*[/\\](site|dist)-packages[/\\]")
 _files: dict[str, str] = {}  # by what was shown of their names
@@ -148,13 +149,13 @@ def attribute_place(cls: type, attribute: str) -> str | None:
     return None
 
 
+@functools.lru_cache(maxsize=1024)
 def set_by_the_program(attribute: str) -> list[str]:
     """The lines of the program that set an attribute of another object than ``self``, the first one of each file."""
     found = []
-    for name, module in list(sys.modules.items()):
+    for module in list(sys.modules.values()):
         filename = module_file(module_namespace(module)) or ""
-        is_library = library_path(filename) is not None or name.startswith("_zbpipe_hook")
-        if not is_library and f".{attribute}" in "".join(linecache.getlines(filename)):
+        if library_path(filename) is None and f".{attribute}" in "".join(linecache.getlines(filename)):
             line = binding_line(filename, _OF_OTHERS, attribute)
             found += [place(filename, line)] if line else []
     return found
@@ -184,7 +185,7 @@ def library_path(filename: str) -> str | None:
         if filename.startswith(folder):
             return filename[len(folder) :]
     if filename.startswith(_OURS):
-        return os.path.join("zbpipe", filename[len(_OURS) :])
+        return filename[len(_CLONE) :]
     return filename if filename.startswith("<frozen ") else None
 
 
@@ -227,6 +228,7 @@ def forget() -> None:
     """Drops what was parsed."""
     _files.clear()
     _bindings.cache_clear()
+    set_by_the_program.cache_clear()
 
 
 @functools.lru_cache(maxsize=64)
