@@ -253,6 +253,29 @@ def test_what_no_line_of_the_program_sets_is_the_librarys():
     }
 
 
+class Own:
+    of_the_body = None
+
+    def __init__(self):
+        self.of_self = None
+
+
+def set_them(module, own):
+    module.of_the_body = own.of_self = Own.of_the_class = None
+
+
+@pytest.mark.parametrize("name", ["of_the_body", "of_self", "of_the_class"])
+def test_a_name_of_the_programs_own_class_says_nothing_of_a_librarys_object(name):
+    """Another test's ``Function.seen = []`` was said to have set a plain module's buffer."""
+    KEPT.append(torch.nn.Module())
+    with check_tensor_leak(action="record") as check:
+        KEPT[-1].register_buffer(name, torch.ones(4))
+    (link,) = [link for link in check.report.leaks[0].chain if link.text.startswith("buffer ")]
+    assert link.is_library
+    assert link.where is None
+    assert check.report.leaks[0].blame.text == f"module global {__name__}.KEPT"
+
+
 def nested(depth):
     """A chain that is longer than what is shown."""
     inner = Cached()

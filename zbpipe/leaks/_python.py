@@ -31,7 +31,8 @@ _CODE = (
     (types.AsyncGeneratorType, "ag_code"),
 )
 _LONGEST_KEY = 60
-_OF_OTHERS = "."  # the scope of attributes that are set on other objects
+# The scopes of attributes of any class or module, and of what a name does not tell.
+_OF_CLASSES, _OF_OTHERS = ".self", ".other"
 NOTHING = object()
 
 
@@ -151,11 +152,14 @@ def attribute_place(cls: type, attribute: str) -> str | None:
 
 @functools.lru_cache(maxsize=1024)
 def set_by_the_program(attribute: str) -> list[str]:
-    """The lines of the program that set an attribute of another object than ``self``, the first one of each file."""
+    """The lines of the program that set an attribute of another object than ``self``, the first one of each file. No
+    line if a class of the program, or a module, has such an attribute: they may set that."""
     found = []
     for module in list(sys.modules.values()):
         filename = module_file(module_namespace(module)) or ""
-        if library_path(filename) is None and f".{attribute}" in "".join(linecache.getlines(filename)):
+        if library_path(filename) is None and attribute in "".join(linecache.getlines(filename)):
+            if binding_line(filename, _OF_CLASSES, attribute):
+                return []
             line = binding_line(filename, _OF_OTHERS, attribute)
             found += [place(filename, line)] if line else []
     return found
@@ -243,6 +247,7 @@ def _bindings(filename: str) -> dict[tuple[str | None, str], list[int]]:
         tree = ast.parse("".join(linecache.getlines(filename)))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return found
+    namespaces = {"self"}  # and names of classes and modules
     todo: list[tuple[ast.AST, str, str]] = [(tree, "", "")]  # with its scope, and the class that it is in
     while todo:
         node, scope, owner = todo.pop()
@@ -254,16 +259,21 @@ def _bindings(filename: str) -> dict[tuple[str | None, str], list[int]]:
                     inner = f"{scope}.{name}" if scope else name
                     if isinstance(child, ast.ClassDef):
                         inside = inner
+                        namespaces.add(name)
                     else:
                         inner += ".<locals>"
                 case ast.Name(id=name, ctx=ast.Store()):
                     bind(scope, name, child.lineno)
                     bind(None, name, child.lineno)
+                    if scope and scope == owner:
+                        bind(_OF_CLASSES, name, child.lineno)
                 case ast.alias():
-                    bind(scope, (child.asname or child.name).partition(".")[0], child.lineno)
+                    name = (child.asname or child.name).partition(".")[0]
+                    bind(scope, name, child.lineno)
+                    namespaces.add(name)
                 case ast.Attribute(value=target, attr=name, ctx=ast.Store()):
-                    if not isinstance(target, ast.Name) or target.id != "self":
-                        bind(_OF_OTHERS, name, child.lineno)
+                    known = isinstance(target, ast.Name) and target.id in namespaces
+                    bind(_OF_CLASSES if known else _OF_OTHERS, name, child.lineno)
                     if owner:
                         bind(owner, name, child.lineno)
             todo.append((child, inner, inside))
