@@ -31,10 +31,11 @@ from typing import NoReturn
 from zbpipe._cli import ranks, script
 from zbpipe._cli.files import file_to_write
 from zbpipe._cli.steps import OPTIMIZER, Steps
+from zbpipe.leaks import Growth
 from zbpipe.leaks._collector import collector
 from zbpipe.leaks._grown import lines_of
-from zbpipe.leaks._growth import FEWEST
 from zbpipe.leaks._report import Report, refusal_of
+from zbpipe.leaks._verdict import FEWEST, rises
 
 GREW, TOO_FEW = 3, 4  # exit statuses; 1 and others are the script's own, 2 is a wrong command line
 
@@ -145,9 +146,22 @@ def _report(steps: Steps, given: argparse.Namespace) -> tuple[str, int]:
         )
         return f"zbpipe leaks: {seen}; {needed}. {what}.", TOO_FEW
     head = f"zbpipe leaks: {len(growth.counts)} steps ({steps.kind}) after {steps.warmup} of warm-up{whose}"
-    said = lines_of(steps.found, growth.filling + growth.late, growth.cycles)
-    said = [*said, f"(as of step {steps.looked_at})"] if said else ["nothing grew"]
+    said = lines_of(steps.found, growth.filling, growth.cycles)
+    said = [*said, f"({_as_of(steps, growth)})"] if said else [_nothing(growth)]
     if given.picture and steps.found:
         leaks = sorted((leak for grown in steps.found for leak in grown.leaks), key=lambda leak: -leak.bytes)
         Report(leaks, growth.cycles if leaks else []).draw(given.picture)
     return "\n\n".join([head, growth.counts_table(), "\n".join(said)]), GREW if given.error and steps.found else 0
+
+
+def _as_of(steps: Steps, growth: Growth) -> str:
+    watched, newer = len(growth.counts), growth.since_the_search()
+    said = f"as of step {steps.looked_at}"
+    if steps.looked_at == watched or not newer:
+        return said
+    return f"{said}; {newer} more since, for whose holders give --steps {watched}"
+
+
+def _nothing(growth: Growth) -> str:
+    times = max(rises(growth.counts), rises(growth.bytes))
+    return "nothing grew" + (f"; memory rose {times} times in the later half: watch more steps" if times > 1 else "")

@@ -20,7 +20,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from zbpipe._torch.pipelining import has_backward, schedules_module
 from zbpipe.leaks import Growth
 from zbpipe.leaks._grown import Grown
-from zbpipe.leaks._growth import FEWEST, PASSING
+from zbpipe.leaks._growth import PASSING
+from zbpipe.leaks._verdict import FEWEST, Verdict
 
 OPTIMIZER, SCHEDULE, LINE = "Optimizer.step", "Schedule.step", "--step-at"
 
@@ -132,10 +133,9 @@ class Steps:
 
     def _look(self, growth: Growth) -> None:
         growth.step()
-        watched = len(growth.counts)
         # While the script's variables are there to be named; ever less often, for a search takes its time.
-        if self._is_over or growth.looked_at == watched >= (2 * self.looked_at if self.found else FEWEST):
-            self.found, self.looked_at = growth.grown(), watched
+        if self._is_over or growth.looked_at == len(growth.counts) >= FEWEST:
+            self.found, self.looked_at = growth.grown(), len(growth.counts)
 
     def judged(self) -> Growth | None:
         """The counts, closed, when what was found is what still grows; None if there were too few steps to tell."""
@@ -143,17 +143,24 @@ class Steps:
         if growth is None:
             return None
         watched = len(growth.counts)
-        for grown in [grown for grown in self.found if growth.has_gone(grown)]:
-            self.found.remove(grown)  # since the last look
-            growth.filling.append(replace(grown, known=PASSING))
-        is_rising = bool(growth.rising(late=False))
-        if not is_rising:
-            self.found, growth.cycles = [], []
-        if not growth.rising():
-            growth.filling, growth.late = [], []
-        elif growth.late and is_rising:  # it has gone on since the last look
-            self.found, growth.late = growth.late, []
-        elif watched >= FEWEST and not (self.found or growth.filling or growth.late) and self.looked_at < watched:
+        if self.looked_at < watched:
+            self._judge_again(growth)
+        if watched >= FEWEST and not (self.found or growth.filling) and self.looked_at < watched:
             self.found, self.looked_at = growth.grown(), watched
         growth.close()
         return growth if watched >= FEWEST else None
+
+    def _judge_again(self, growth: Growth) -> None:
+        """By the steps since the last look."""
+        is_rising = bool(growth.rising())
+        found, self.found = self.found, []
+        for grown in found:
+            judged = growth.verdict_now(grown) if grown.keys else Verdict(leaks=is_rising)
+            if judged.leaks:
+                self.found.append(grown)
+            elif judged.passes:
+                growth.filling.append(replace(grown, known=PASSING))
+        if not self.found:
+            growth.cycles = []
+        if not is_rising:
+            growth.filling = []

@@ -26,7 +26,7 @@ def plain(text: str) -> str:
     return _NUMBER.sub("*", text)
 
 
-def _likeness(chain: Iterable[Holder], known: dict[int, str]) -> Key:
+def likeness(chain: Iterable[Holder], known: dict[int, str]) -> Key:
     """Equal for chains of the same holders, but for numbers, keys and repetitions. ``known`` are plain texts of holders
     by their identities: the chains must live as long."""
     for holder in chain:
@@ -54,7 +54,7 @@ def by_holder(
     alike: dict[Key, tuple[int, list[int]]] = {}
     for at, leak in enumerate(leaks):
         blamed = leak.place_of_blame
-        key = _likeness(leak.chain[: blamed + 1], known)
+        key = likeness(leak.chain[: blamed + 1], known)
         if leak.in_cycle and leak.chain[blamed].kind == "frame":  # its cycle has all variables of that call
             key = _without_the_name(key)
         alike.setdefault(key, (blamed, []))[1].append(at)
@@ -73,7 +73,7 @@ def by_holder(
         growing = _what_grows(placed, born) if born else None
         at = _what_differs(placed, blamed) if growing is None else growing
         mark = _named_above([leak.chain for leak in of_group], at, blamed)
-        found.setdefault(_likeness(leaks[places[0]].chain[: mark + 1], known), (mark, []))[1].extend(places)
+        found.setdefault(likeness(leaks[places[0]].chain[: mark + 1], known), (mark, []))[1].extend(places)
     return list(found.values())
 
 
@@ -124,7 +124,7 @@ def held_lines(leaks: Sequence[Leak], mark: int) -> list[str]:
     alike; and how many other ways there are."""
     known, ways = dict[int, str](), dict[Key, list[Leak]]()
     for leak in leaks:
-        ways.setdefault(_likeness(leak.chain, known), []).append(leak)
+        ways.setdefault(likeness(leak.chain, known), []).append(leak)
     most = max(ways.values(), key=lambda alike: sum(leak.bytes for leak in alike))
     length, others = len(most[0].chain), len(ways) - 1
     alike = [leak.chain for leak in most if len(leak.chain) == length]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from zbpipe.leaks._alike import by_holder, held_lines
+from zbpipe.leaks._alike import Key, by_holder, held_lines, likeness
 from zbpipe.leaks._judge import bounded_blocks, what_next
 from zbpipe.leaks._results import Cycle, Leak
 from zbpipe.leaks._search import Found
@@ -19,8 +19,8 @@ class Grown:
     ``leaks`` is empty if no holder of what grew can be seen. ``steps`` are the steps that allocated the leaks.
     ``is_larger`` is True if the tensors became larger, but not more. ``nodes`` counts the nodes of the autograd graph
     on the one leak, if the nodes became more. ``known`` says in words what else is known. ``mark`` is the position in
-    the chains at which the holder of all leaks stands. ``keys`` are those of :class:`Growth`, of each
-    collection, the oldest first; none of what is made anew.
+    the chains at which the holder of all leaks stands, and ``place`` that holder in words. ``keys`` are those of
+    :class:`Growth`; none of what is made anew.
     """
 
     leaks: list[Leak] = field(default_factory=list)
@@ -29,7 +29,8 @@ class Grown:
     known: str = ""
     nodes: int = 0
     mark: int = 0
-    keys: list[list[int]] = field(default_factory=list)
+    place: Key = ()
+    keys: set[int] = field(default_factory=set)
 
     @property
     def bytes(self) -> int:
@@ -78,27 +79,18 @@ def groups_of(found: list[Found]) -> list[Group]:
     return [(mark, [found[at] for at in places]) for mark, places in groups]
 
 
-def grown_of(mark: int, found: list[Found], instead: str | None = None, is_larger: bool = False) -> Grown:
+def place_of(group: Group) -> Key:
+    mark, found = group
+    return likeness(found[0].leak.chain[: mark + 1], {})
+
+
+def grown_of(group: Group, instead: str | None = None, is_larger: bool = False) -> Grown:
     """Of what hangs at one place; ``instead``: what is said of it in the place of "never cleared", if not None."""
+    mark, found = group
     known = _known(mark, found, instead)
     steps = sorted(entry.born for entry in found)
-    keys = [] if is_larger or instead == ANEW else [keys_of(entries) for entries in collections_of(found).values()]
-    return Grown([entry.leak for entry in found], steps, is_larger, known, 0, mark, keys)
-
-
-def keys_of(found: list[Found]) -> list[int]:
-    """The oldest first."""
-    return [entry.key for entry in sorted(found, key=lambda entry: entry.born)]
-
-
-def collections_of(found: list[Found]) -> dict[tuple[str, ...], list[Found]]:
-    """By what is said of a chain above its last link to an item."""
-    made: dict[tuple[str, ...], list[Found]] = {}
-    for entry in found:
-        texts = [holder.text for holder in entry.leak.chain]
-        items = [at for at, text in enumerate(texts) if " item " in text or text.startswith("member of ")]
-        made.setdefault(tuple(texts[: max(items, default=0)]), []).append(entry)
-    return made
+    keys = set[int]() if is_larger or instead == ANEW else {entry.key for entry in found}
+    return Grown([entry.leak for entry in found], steps, is_larger, known, 0, mark, place_of(group), keys)
 
 
 def _known(mark: int, found: list[Found], instead: str | None) -> str:

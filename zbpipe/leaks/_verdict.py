@@ -1,0 +1,105 @@
+"""What of a place's items leaks, from the steps of their births and ends alone.
+
+An *item* is a storage. It is *stuck* when it is half as old again as any item of its place has become that has gone: in
+a window, a queue or a cache that is cleared nothing ever is. A place leaks
+
+- if stuck items were born in three steps or more (of seven or fewer: in two), without the first and the last step:
+  what the first step made stays, and what the last one made may go in the next;
+- and if it goes on: since the last such birth no more steps have passed than half as many again as ever before;
+- or if ever more items are there, though the oldest go: a queue that is filled faster than it is emptied.
+
+What each step makes anew is judged by its numbers (:func:`rises`): it leaks if they reach a new height, from which they
+come down no more, in five steps of the later half.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+FEWEST = 4  # steps that tell: what the first and the last one leave may be gone after the next
+_BIRTHS = 3
+_RISES = 5
+SLACK = 1.5
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """``until``: the last step of birth of what leaks. ``passes``: what lives would leak, had nothing gone. ``lost``:
+    something of its place has gone."""
+
+    leaks: bool = False
+    passes: bool = False
+    until: int = 0
+    lost: bool = False
+
+
+def verdict(born: Iterable[int], gone: Iterable[tuple[int, int]], last: int) -> Verdict:
+    """Of one place after ``last`` steps.
+
+    Args:
+        born: the step of birth of each item that lives.
+        gone: of each that is known to have gone, the step of its birth, and the first one after which it had gone.
+    """
+    all_born, ended = [*born], [*gone]
+    counted = [step for step in all_born if 1 < step < last]
+    if not _go_on(counted, last - 1, last):
+        return Verdict()
+    longest = max((end - begin for begin, end in ended), default=0)
+    until = min(last - math.ceil(SLACK * longest), last - 1)
+    if _go_on([step for step in counted if step <= until], until, last):
+        return Verdict(leaks=True, until=until, lost=bool(ended))
+    lives = [0] * (last + 2)
+    for begin, end in [*((step, last + 1) for step in all_born), *ended]:
+        lives[begin] += 1
+        lives[end] -= 1
+    heights = [sum(lives[: step + 1]) for step in range(1, last)]
+    ends = {end for _, end in ended if end > last // 2}
+    is_filled = len(ends) >= _BIRTHS and rises(heights, is_strict=True) >= enough(last)
+    return Verdict(leaks=is_filled, passes=not is_filled, until=last - 1, lost=True)
+
+
+def births_tell(born: Iterable[int], last: int) -> bool:
+    """Whether enough steps have left something, without the first and the last one."""
+    return len({step for step in born if 1 < step < last}) >= _least_births(last)
+
+
+def _go_on(born: list[int], now: int, last: int) -> bool:
+    steps = sorted({*born})
+    if len(steps) < _least_births(last):
+        return False
+    longest = max((after - before for before, after in pairwise(steps)), default=1)
+    return now - steps[-1] < SLACK * longest
+
+
+def _least_births(last: int) -> int:
+    return min(_BIRTHS, max(2, last // 2 - 1))
+
+
+def enough(count: int) -> int:
+    """How many rises tell of so many steps."""
+    return max(min(_RISES, count // 2 - 1), 1)
+
+
+def rises(values: Sequence[float], is_strict: bool = False) -> int:
+    """In how many steps of the later half they came to a new height; 0 if that is over. A height lasts for an eighth of
+    the steps: no peak is one."""
+    count = len(values)
+    if count < FEWEST:
+        return 0
+    span = max(count // 8, 1)
+    lows = [min(values[max(at - span + 1, 0) : at + 1]) for at in range(count)]
+    most, steps = lows[0], [0]
+    for at, low in enumerate(lows):
+        if most < low <= lows[-1]:
+            most = low
+            steps.append(at)
+    later = [at for at in steps if at >= count // 2 and lows[at] > max(lows[: count // 2])]
+    longest = max((after - before for before, after in pairwise(steps) if after >= count // 2), default=0)
+    least, since = values[-1], 0
+    while since < count - 1 and values[-2 - since] >= least:
+        since += 1
+        least = min(least, values[-1 - since])
+    return len(later) if since < (longest if is_strict else SLACK * longest + 1) else 0
