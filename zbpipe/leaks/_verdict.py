@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 FEWEST = 4  # steps that tell: what the first and the last one leave may be gone after the next
 _BIRTHS = 3
@@ -56,8 +56,9 @@ def verdict(born: Iterable[int], gone: Iterable[tuple[int, int]], last: int) -> 
         lives[begin] += 1
         lives[end] -= 1
     heights = [sum(lives[: step + 1]) for step in range(1, last)]
-    ends = {end for _, end in ended if end > last // 2}
-    is_filled = len(ends) >= _BIRTHS and rises(heights, is_strict=True) >= enough(last)
+    ends = sorted({end for _, end in ended if last // 2 < end < last})
+    is_filled = len(ends) >= _BIRTHS and heights[-1] > max(heights[: ends[_BIRTHS - 1] - 1])
+    is_filled = is_filled and rises(heights, is_strict=True) >= enough(last)
     return Verdict(leaks=is_filled, passes=not is_filled, until=last - 1, lost=True)
 
 
@@ -91,9 +92,10 @@ def rises(values: Sequence[float], is_strict: bool = False) -> int:
         return 0
     span = max(count // 8, 1)
     lows = [min(values[max(at - span + 1, 0) : at + 1]) for at in range(count)]
+    ever_after = [*accumulate(reversed(values), min)][::-1]
     most, steps = lows[0], [0]
     for at, low in enumerate(lows):
-        if most < low <= lows[-1]:
+        if most < low <= ever_after[at]:
             most = low
             steps.append(at)
     later = [at for at in steps if at >= count // 2 and lows[at] > max(lows[: count // 2])]
@@ -102,4 +104,6 @@ def rises(values: Sequence[float], is_strict: bool = False) -> int:
     while since < count - 1 and values[-2 - since] >= least:
         since += 1
         least = min(least, values[-1 - since])
+    if later and not is_strict:
+        since = max(since, count - 1 - later[-1])
     return len(later) if since < (longest if is_strict else SLACK * longest + 1) else 0
