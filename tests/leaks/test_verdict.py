@@ -225,6 +225,25 @@ def test_a_queue_that_is_filled_faster_than_it_is_emptied_is_no_window(run):
     keeps = "queue.append(y); queue.append(y.clone())"
     status, said = run(script("queue = []", keeps, "queue.pop(0)", 60))
     assert status == 3 and f"{GLOBAL}queue" in said, said
+    assert "never cleared" not in said
+
+
+def test_a_few_of_many_requests_that_stay_are_told(run):
+    setup = "import random\nrandom.seed(0)\nopen_ = {}\ndef close():\n    for n, end in [*open_]:\n        if end == i:\n            del open_[n, end]"
+    keeps = "open_[i, i + random.randint(1, 4)] = y; open_[-i, 0 if i % 4 == 0 else i + 2] = y.clone(); close()"
+    status, said = run(script(setup, keeps, steps=50))
+    assert status == 3 and f"{GLOBAL}open_" in said and "never cleared" not in said, said
+    status, said = run(script(setup, keeps.replace("0 if i % 4 == 0 else ", ""), steps=50))
+    assert status == 0, said
+
+
+def test_what_came_after_the_last_look_is_said(run):
+    status, said = run(script("kept = []", "kept.append(y)", steps=20))
+    assert (
+        status == 3 and said.splitlines()[-1] == "(as of step 14; 3 more since, for whose holders give --steps 18)"
+    ), said
+    status, said = run(script("kept = []", "kept.append(y)", steps=30), "--steps", "18")
+    assert status == 3 and said.splitlines()[-1] == "(as of step 18)", said
 
 
 LONGEST = "longest = torch.zeros(0)\nlengths = [3, 7, 7, 2, 9, 9, 30, 4, 31, 6] + 10 * [5] + [60] + 9 * [7] + [70] + 9 * [70] + [71] + 20 * [3]"

@@ -133,9 +133,10 @@ class Steps:
 
     def _look(self, growth: Growth) -> None:
         growth.step()
-        # While the script's variables are there to be named; ever less often, for a search takes its time.
-        if self._is_over or growth.looked_at == len(growth.counts) >= FEWEST:
-            self.found, self.looked_at = growth.grown(), len(growth.counts)
+        watched = len(growth.counts)
+        # While the script's variables are there to be named.
+        if self._is_over or growth.looked_at == watched >= max(FEWEST, growth.search_from):
+            self.found, self.looked_at = growth.grown(), watched
 
     def judged(self) -> Growth | None:
         """The counts, closed, when what was found is what still grows; None if there were too few steps to tell."""

@@ -37,6 +37,7 @@ _LONG_TABLE = 20  # rows; longer ones are folded
 _ACCUMULATES = 2**64 - 1  # the sequence number of a node that accumulates a gradient: no step makes it anew
 _BOUNDED = ("",)  # for the chains to what has a bound
 PASSING = "the oldest of which go"
+_MANY = 250_000  # objects: a search of more takes seconds
 _LEAST = 10  # of what the last step made anew, what is less than a tenth of the largest is not told
 
 
@@ -51,6 +52,7 @@ class Growth:
         bytes: after each step, their bytes.
         nodes: after each step, the number of autograd nodes that were alive at both of the last two looks.
         looked_at: the step of the last look.
+        search_from: the step from which on a search pays: ever fewer are made, and fewer still where they take seconds.
         filling: what grew at the last :meth:`grown`, but has a bound.
         cycles: a :class:`Cycle` for each reference cycle that holds what the last :meth:`grown` found.
 
@@ -83,7 +85,7 @@ class Growth:
         self.counts: list[int] = []
         self.bytes: list[int] = []
         self.nodes: list[int] = []
-        self.looked_at = 0
+        self.looked_at = self.search_from = 0
         self.filling: list[Grown] = []
         self.cycles: list[Cycle] = []
         self._placed: dict[int, Key] = {}  # the chains to what searches have found and what lives
@@ -178,6 +180,7 @@ class Growth:
             (piles if judged.leaks else passing if judged.passes else anew).append(group)
             grown += [grown_of(group, "" if judged.lost else None)] if judged.leaks else []
         now = len(self.counts)
+        self.search_from = now * 3 // (2 if result.visited < _MANY else 1)
         filling = [one for one in groups_of(bounded) if verdict((entry.born for entry in one[1]), (), now).leaks]
         chains, known = dict[Key, Key](), dict[int, str]()
         for entry in others:
@@ -203,8 +206,8 @@ class Growth:
         gone = [(begin, end) for chain, begin, end in self._gone if chain[:depth] == place]
         known = [first for chain, first in self._first.items() if chain[:depth] == place]
         since, oldest = min(known, default=(now, self._oldest))
-        is_rising = rises(self.counts) or rises(self.bytes)
-        if not is_rising and now - since < SLACK * oldest:  # what has gone before it was known may have been of it
+        is_young = now - since < SLACK * oldest  # what has gone before the place was known may have been of it
+        if is_young and not (rises(self.counts) or rises(self.bytes)):
             gone.append((1, 1 + oldest))
         return verdict(born, gone, now)
 

@@ -15,6 +15,7 @@ come down no more, in five steps of the later half.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -55,7 +56,7 @@ def verdict(born: Iterable[int], gone: Iterable[tuple[int, int]], last: int) -> 
     for begin, end in [*((step, last + 1) for step in all_born), *ended]:
         lives[begin] += 1
         lives[end] -= 1
-    heights = [sum(lives[: step + 1]) for step in range(1, last)]
+    heights = [*accumulate(lives)][1:last]
     ends = sorted({end for _, end in ended if last // 2 < end < last})
     is_filled = len(ends) >= _BIRTHS and heights[-1] > max(heights[: ends[_BIRTHS - 1] - 1])
     is_filled = is_filled and rises(heights, is_strict=True) >= enough(last)
@@ -90,15 +91,13 @@ def rises(values: Sequence[float], is_strict: bool = False) -> int:
     count = len(values)
     if count < FEWEST:
         return 0
-    span = max(count // 8, 1)
-    lows = [min(values[max(at - span + 1, 0) : at + 1]) for at in range(count)]
-    ever_after = [*accumulate(reversed(values), min)][::-1]
-    most, steps = lows[0], [0]
+    lows, ever_after = _lows(values, max(count // 8, 1)), [*accumulate(reversed(values), min)][::-1]
+    most, before, steps = lows[0], max(lows[: count // 2]), [0]
     for at, low in enumerate(lows):
         if most < low <= ever_after[at]:
             most = low
             steps.append(at)
-    later = [at for at in steps if at >= count // 2 and lows[at] > max(lows[: count // 2])]
+    later = [at for at in steps if at >= count // 2 and lows[at] > before]
     longest = max((after - before for before, after in pairwise(steps) if after >= count // 2), default=0)
     least, since = values[-1], 0
     while since < count - 1 and values[-2 - since] >= least:
@@ -107,3 +106,16 @@ def rises(values: Sequence[float], is_strict: bool = False) -> int:
     if later and not is_strict:
         since = max(since, count - 1 - later[-1])
     return len(later) if since < (longest if is_strict else SLACK * longest + 1) else 0
+
+
+def _lows(values: Sequence[float], span: int) -> list[float]:
+    """The least of as many values up to each."""
+    found, least = list[float](), deque[int]()  # places of what may yet be the least, rising
+    for at, value in enumerate(values):
+        while least and values[least[-1]] >= value:
+            least.pop()
+        least.append(at)
+        if least[0] <= at - span:
+            least.popleft()
+        found.append(values[least[0]])
+    return found
