@@ -6,6 +6,7 @@ import pytest
 from support.processes import python
 
 from zbpipe._cli import main
+from zbpipe.leaks import _growth  # whose searches become rare where they find much
 
 HEAD = """
 import collections, sys, threading, uuid, warnings, torch
@@ -215,7 +216,9 @@ def test_a_window_beside_a_leak_hides_nothing(run):
     ), said
 
 
-def test_a_window_beside_what_comes_and_goes_is_quiet(run):
+@pytest.mark.parametrize("many", [500_000, 0], ids=["searched often", "searched rarely"])
+def test_a_window_beside_what_comes_and_goes_is_quiet(run, monkeypatch, many):
+    monkeypatch.setattr(_growth, "_MANY", many)
     keeps = "queue.append(y); other = [y.clone() for _ in range(i % 5)]"
     status, said = run(script("queue = []", keeps, "queue.pop(0) if len(queue) > 30 else None", 60))
     assert status == 0 and "never cleared" not in said, said
@@ -253,10 +256,16 @@ def test_a_buffer_as_long_as_the_longest_so_far_is_quiet(run):
     """Three jumps in the later half (lucidrains/rotary-embedding-torch#15)."""
     grows = "longest = torch.ones(1000 * max(lengths[i], len(longest) // 1000))"
     status, said = run(script(LONGEST, grows, steps=60))
-    assert status == 0, said
-    assert said.splitlines()[-1] == "nothing grew; memory rose 2 times in the later half: watch more steps"
+    assert status == 0 and said.splitlines()[-1] == "nothing grew", said
     status, said = run(script(LONGEST, "longest = torch.cat([longest, torch.ones(9)])", steps=60))
     assert status == 3 and f"{GLOBAL}longest" in said and "larger than any of earlier steps" in said, said
+
+
+def test_two_rises_are_said(run):
+    grows = "longest = torch.ones(1000 * (1 + (i > 11) + (i > 15)))"
+    status, said = run(script("longest = torch.zeros(0)", grows, steps=20))
+    assert status == 0, said
+    assert said.splitlines()[-1] == "nothing grew; memory rose 2 times in the later half: watch more steps"
 
 
 @pytest.mark.parametrize("name", FILLING)

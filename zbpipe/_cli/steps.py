@@ -146,8 +146,8 @@ class Steps:
         watched = len(growth.counts)
         if self.looked_at < watched:
             self._judge_again(growth)
-        if watched >= FEWEST and not (self.found or growth.filling) and self.looked_at < watched:
-            self.found, self.looked_at = growth.grown(), watched
+            if watched >= FEWEST and not (self.found or growth.filling):
+                self.found, self.looked_at = growth.grown(), watched
         growth.close()
         return growth if watched >= FEWEST else None
 

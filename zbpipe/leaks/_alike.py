@@ -42,9 +42,9 @@ def _without_the_name(key: Key) -> Key:
 
 def by_holder(
     leaks: Sequence[Leak], places_of: Mapping[int, Sequence[int]] = _NOTHING, born: Mapping[int, int] = _NOTHING
-) -> list[tuple[int, list[int]]]:
-    """Places of the leaks that one holder has together, however they hang below it; first where that holder stands in
-    the chains.
+) -> dict[Key, tuple[int, list[int]]]:
+    """By the chain down to a holder: where that stands in the chains, and the places of the leaks that it has together,
+    however they hang below it.
 
     It is the program's last one above the lowest collection whose items grow: made over half of the time. If none does,
     it is the last one above the items that differ; if none do, the one to blame. Items are told apart by their places
@@ -74,7 +74,7 @@ def by_holder(
         at = _what_differs(placed, blamed) if growing is None else growing
         mark = _named_above([leak.chain for leak in of_group], at, blamed)
         found.setdefault(likeness(leaks[places[0]].chain[: mark + 1], known), (mark, []))[1].extend(places)
-    return list(found.values())
+    return found
 
 
 _Placed = Sequence[tuple[Leak, Sequence[int]]]

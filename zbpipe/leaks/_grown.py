@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from zbpipe.leaks._alike import Key, by_holder, held_lines, likeness
+from zbpipe.leaks._alike import Key, by_holder, held_lines
 from zbpipe.leaks._judge import bounded_blocks, what_next
 from zbpipe.leaks._results import Cycle, Leak
 from zbpipe.leaks._search import Found
@@ -69,28 +70,28 @@ class Grown:
 _COLLECTION = re.compile(r"(?:(?:(?! item ).)*?: )??(?:(?!tuple )(\S+) item |member of a set$)")  # which can be cleared
 ANEW = "made anew, and more than before"
 
-Group = tuple[int, list[Found]]
-"""Where a holder stands in the chains, and what it has."""
+
+class Group(NamedTuple):
+    """A holder by the chain down to it, where it stands in the chains, and what it has."""
+
+    place: Key
+    mark: int
+    found: list[Found]
 
 
 def groups_of(found: list[Found]) -> list[Group]:
     places = {entry.leak.storage: entry.places for entry in found}
     groups = by_holder([entry.leak for entry in found], places, {entry.leak.storage: entry.born for entry in found})
-    return [(mark, [found[at] for at in places]) for mark, places in groups]
-
-
-def place_of(group: Group) -> Key:
-    mark, found = group
-    return likeness(found[0].leak.chain[: mark + 1], {})
+    return [Group(place, mark, [found[at] for at in places]) for place, (mark, places) in groups.items()]
 
 
 def grown_of(group: Group, instead: str | None = None, is_larger: bool = False) -> Grown:
     """Of what hangs at one place; ``instead``: what is said of it in the place of "never cleared", if not None."""
-    mark, found = group
+    place, mark, found = group
     known = _known(mark, found, instead)
     steps = sorted(entry.born for entry in found)
     keys = set[int]() if is_larger or instead == ANEW else {entry.key for entry in found}
-    return Grown([entry.leak for entry in found], steps, is_larger, known, 0, mark, place_of(group), keys)
+    return Grown([entry.leak for entry in found], steps, is_larger, known, 0, mark, place, keys)
 
 
 def _known(mark: int, found: list[Found], instead: str | None) -> str:

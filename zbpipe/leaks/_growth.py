@@ -27,7 +27,7 @@ from zbpipe._formatting import table
 from zbpipe._torch import allocator
 from zbpipe.leaks._alike import Key, likeness, numbered_spans
 from zbpipe.leaks._collector import collector
-from zbpipe.leaks._grown import ANEW, Group, Grown, groups_of, grown_of, lines_of, place_of
+from zbpipe.leaks._grown import ANEW, Group, Grown, groups_of, grown_of, lines_of
 from zbpipe.leaks._judge import living, windows_of
 from zbpipe.leaks._results import Cycle
 from zbpipe.leaks._search import Found, Scope, natives_now, others_of, search, storages_now
@@ -37,7 +37,7 @@ _LONG_TABLE = 20  # rows; longer ones are folded
 _ACCUMULATES = 2**64 - 1  # the sequence number of a node that accumulates a gradient: no step makes it anew
 _BOUNDED = ("",)  # for the chains to what has a bound
 PASSING = "the oldest of which go"
-_MANY = 250_000  # objects: a search of more takes seconds
+_MANY = 500_000  # objects: a search of more takes seconds
 _LEAST = 10  # of what the last step made anew, what is less than a tenth of the largest is not told
 
 
@@ -90,6 +90,7 @@ class Growth:
         self.cycles: list[Cycle] = []
         self._placed: dict[int, Key] = {}  # the chains to what searches have found and what lives
         self._gone: list[tuple[Key, int, int]] = []  # and of what lives no more: its birth and its end
+        self._searches_often = True
         self._oldest = 0  # steps: how old anything became that no search has found, since the last one
         self._first: dict[Key, tuple[int, int]] = {}  # the first search that found such a chain, and the oldest then
 
@@ -173,15 +174,16 @@ class Growth:
             if entry.born:
                 (bounded if entry.leak.storage in windows else others).append(entry)
         piles, passing, anew, grown = list[Group](), list[Group](), list[Group](), list[Grown]()
-        for mark, found in groups_of(others):
-            judged = self._verdict(place_of((mark, found)), [entry.born for entry in found])
-            counted = [entry for entry in found if 1 < entry.born <= judged.until]
-            group = (mark, counted or found)
+        for group in groups_of(others):
+            judged = self._verdict(group.place, [entry.born for entry in group.found])
+            if counted := [entry for entry in group.found if 1 < entry.born <= judged.until]:
+                group = group._replace(found=counted)
             (piles if judged.leaks else passing if judged.passes else anew).append(group)
             grown += [grown_of(group, "" if judged.lost else None)] if judged.leaks else []
         now = len(self.counts)
-        self.search_from = now * 3 // (2 if result.visited < _MANY else 1)
-        filling = [one for one in groups_of(bounded) if verdict((entry.born for entry in one[1]), (), now).leaks]
+        self._searches_often = self._searches_often and result.visited < _MANY
+        self.search_from = now * 3 // (2 if self._searches_often else 1)
+        filling = [one for one in groups_of(bounded) if verdict((entry.born for entry in one.found), (), now).leaks]
         chains, known = dict[Key, Key](), dict[int, str]()
         for entry in others:
             chain = likeness(entry.leak.chain, known)
@@ -209,7 +211,7 @@ class Growth:
         is_young = now - since < SLACK * oldest  # what has gone before the place was known may have been of it
         if is_young and not (rises(self.counts) or rises(self.bytes)):
             gone.append((1, 1 + oldest))
-        return verdict(born, gone, now)
+        return verdict(born, gone, now, self._searches_often)
 
     def verdict_now(self, grown: Grown) -> Verdict:
         """Of what the last :meth:`grown` told, by what has gone since; what was born since may be of it."""
@@ -224,7 +226,7 @@ class Growth:
     def _explain(self, groups: list[Group], rising: list[str]) -> bool:
         """Whether what they have gained since the middle is at least half of what rose."""
         middle = len(self.counts) // 2
-        gained = [entry.size for _, found in groups for entry in found if entry.born > middle]
+        gained = [entry.size for group in groups for entry in group.found if entry.born > middle]
         tensors, size = (now[-1] - now[middle - 1] for now in (self.counts, self.bytes))
         if "counts" in rising and 2 * len(gained) < tensors:
             return False
@@ -236,9 +238,9 @@ class Growth:
         before = next((sizes for step, sizes in reversed(self._sizes) if step <= middle), Counter[int]())
         more = now - before
         grown = []
-        for mark, found in groups:
-            risen = [entry for entry in found if entry.born > middle and more[entry.size]]
-            grown += [grown_of((mark, risen), "" if is_larger else ANEW, is_larger)] if risen else []
+        for group in groups:
+            risen = [entry for entry in group.found if entry.born > middle and more[entry.size]]
+            grown += [grown_of(group._replace(found=risen), "" if is_larger else ANEW, is_larger)] if risen else []
         most = max((group.bytes for group in grown), default=0)
         return [group for group in grown if _LEAST * group.bytes > most]
 

@@ -125,7 +125,8 @@ class Report:
 def _held_by(leaks: list[Leak], places_of: dict[int, tuple[int, ...]]) -> list[str]:
     """What each holder has, the most bytes first; numbered as in the table."""
     groups = [
-        (mark, places, sum(leaks[place].bytes for place in places)) for mark, places in by_holder(leaks, places_of)
+        (mark, places, sum(leaks[place].bytes for place in places))
+        for mark, places in by_holder(leaks, places_of).values()
     ]
     groups.sort(key=lambda group: -group[2])
     lines = []

@@ -37,12 +37,13 @@ class Verdict:
     lost: bool = False
 
 
-def verdict(born: Iterable[int], gone: Iterable[tuple[int, int]], last: int) -> Verdict:
+def verdict(born: Iterable[int], gone: Iterable[tuple[int, int]], last: int, is_all: bool = True) -> Verdict:
     """Of one place after ``last`` steps.
 
     Args:
         born: the step of birth of each item that lives.
         gone: of each that is known to have gone, the step of its birth, and the first one after which it had gone.
+        is_all: whether searches were so many that most of what has gone is known.
     """
     all_born, ended = [*born], [*gone]
     counted = [step for step in all_born if 1 < step < last]
@@ -57,7 +58,7 @@ def verdict(born: Iterable[int], gone: Iterable[tuple[int, int]], last: int) -> 
         lives[begin] += 1
         lives[end] -= 1
     heights = [*accumulate(lives)][1:last]
-    ends = sorted({end for _, end in ended if last // 2 < end < last})
+    ends = sorted({end for _, end in ended if is_all and last // 2 < end < last})
     is_filled = len(ends) >= _BIRTHS and heights[-1] > max(heights[: ends[_BIRTHS - 1] - 1])
     is_filled = is_filled and rises(heights, is_strict=True) >= enough(last)
     return Verdict(leaks=is_filled, passes=not is_filled, until=last - 1, lost=True)
@@ -92,17 +93,14 @@ def rises(values: Sequence[float], is_strict: bool = False) -> int:
     if count < FEWEST:
         return 0
     lows, ever_after = _lows(values, max(count // 8, 1)), [*accumulate(reversed(values), min)][::-1]
-    most, before, steps = lows[0], max(lows[: count // 2]), [0]
+    most, of_the_first_half, steps = lows[0], max(lows[: count // 2]), [0]
     for at, low in enumerate(lows):
         if most < low <= ever_after[at]:
             most = low
             steps.append(at)
-    later = [at for at in steps if at >= count // 2 and lows[at] > before]
+    later = [at for at in steps if at >= count // 2 and lows[at] > of_the_first_half]
     longest = max((after - before for before, after in pairwise(steps) if after >= count // 2), default=0)
-    least, since = values[-1], 0
-    while since < count - 1 and values[-2 - since] >= least:
-        since += 1
-        least = min(least, values[-1 - since])
+    since = next((ago for ago in range(count - 1) if values[-2 - ago] < ever_after[-1 - ago]), count - 1)
     if later and not is_strict:
         since = max(since, count - 1 - later[-1])
     return len(later) if since < (longest if is_strict else SLACK * longest + 1) else 0
