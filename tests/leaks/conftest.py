@@ -4,6 +4,13 @@ import pytest
 from support.leaks import collects, records
 
 from zbpipe._cli import main
+from zbpipe.leaks import _growth  # whose searches become rare in a large process
+
+
+@pytest.fixture(autouse=True)
+def _searches_often(monkeypatch):
+    """Whatever other tests have left in this process."""
+    monkeypatch.setattr(_growth, "_MANY", sys.maxsize)
 
 
 @pytest.fixture(autouse=True)
