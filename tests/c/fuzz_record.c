@@ -71,8 +71,9 @@ static void record_model_note(record_model *m, uint32_t kind, uint64_t bytes, ui
 
 static void record_model_alloc(record_model *m, uint32_t place, uint64_t bytes)
 {
-    if (!record_model_went_well(
-            m, zbp_tally_alloc(&m->tally, (place + 1) * 64u, bytes) ? ZBP_OK : ZBP_ENOMEM)) {
+    if (!record_model_went_well(m, zbp_tally_alloc(&m->tally, (place + 1) * 64u, bytes, bytes + 1)
+                                       ? ZBP_OK
+                                       : ZBP_ENOMEM)) {
         record_model_note(m, 3, bytes, 0);
         return;
     }
@@ -125,6 +126,8 @@ static void record_model_compare(record_model *m, model_record *mine)
         if (logged < got->event_count) {
             record_model_expect(m, got->event[logged].block.serial == event->serial,
                                 "a record's log");
+            record_model_expect(m, got->event[logged].block.trace == event->bytes + 1,
+                                "where a block comes from");
             record_model_expect(m, got->event[logged].kind == kind, "an event's kind");
             record_model_expect(m, got->event[logged].time_ns > got->mark[0].time_ns,
                                 "time runs backwards");

@@ -6,7 +6,7 @@
 
 static zbp_block block(uint64_t address, uint64_t bytes, uint64_t serial)
 {
-    return (zbp_block){address, bytes, serial};
+    return (zbp_block){address, bytes, serial, 0};
 }
 
 /* Against an array indexed by address: blocks come and go in random order, as an allocator's do, and some
@@ -89,7 +89,7 @@ static uint64_t address_of_place_3(void)
 /* As if it were so large that twice its size cannot be said. */
 static void a_table_cannot_outgrow_size_t(void)
 {
-    zbp_block slot[4] = {{0}}, got = {7, 7, 7};
+    zbp_block slot[4] = {{0}}, got = {7, 7, 7, 7};
     const uint64_t address = address_of_place_3();
     zbp_blocks blocks = {.slot = slot, .capacity = SIZE_MAX / sizeof *slot + 1};
 

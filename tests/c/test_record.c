@@ -25,12 +25,12 @@ static void two_records_by_hand(void)
     zbp_tally_init(&tally, tick);
     zbp_tally_free(&tally, 16);
     CHECK(!zbp_tally_is_fed(&tally) && zbp_tally_serial(&tally) == 0);
-    CHECK(zbp_tally_alloc(&tally, 64, 1000)); /* nobody looks */
+    CHECK(zbp_tally_alloc(&tally, 64, 1000, 0)); /* nobody looks */
     CHECK(zbp_tally_start(&tally, &first, 100) == ZBP_OK && first.first_serial == 1);
-    CHECK(zbp_tally_alloc(&tally, 128, 10));
+    CHECK(zbp_tally_alloc(&tally, 128, 10, 0));
     CHECK(zbp_tally_start(&tally, &second, 100) == ZBP_OK && second.first_serial == 2);
     CHECK(zbp_tally_is_fed(&tally) && second.mark[0].time_ns > first.event[0].time_ns);
-    CHECK(zbp_tally_alloc(&tally, 192, 200));
+    CHECK(zbp_tally_alloc(&tally, 192, 200, 0));
     zbp_tally_free(&tally, 128);
     zbp_tally_free(&tally, 128); /* nobody's now */
     zbp_tally_free(&tally, 64);
@@ -45,7 +45,7 @@ static void two_records_by_hand(void)
     CHECK(!zbp_tally_stop(&tally, &first) && zbp_tally_is_fed(&tally));
     zbp_tally_untracked(&tally);
     CHECK(first.untracked == 0 && second.untracked == 1);
-    CHECK(zbp_tally_alloc(&tally, 192, 5)); /* the 200 went unseen */
+    CHECK(zbp_tally_alloc(&tally, 192, 5, 0)); /* the 200 went unseen */
     CHECK(first.live == 200 && second.live == 5);
     CHECK(second.mark[1].freed == 200 && second.mark[1].allocated == 5 &&
           second.mark[0].freed == 0);
@@ -69,7 +69,7 @@ static void the_log_is_bounded_and_the_counters_are_not(void)
         zbp_tally_init(&tally, tick);
         REQUIRE(zbp_tally_start(&tally, &record, most) == ZBP_OK);
         for (uint64_t i = 1; i <= 200; i++)
-            REQUIRE(zbp_tally_alloc(&tally, i * 16, 2));
+            REQUIRE(zbp_tally_alloc(&tally, i * 16, 2, 0));
         CHECK(record.event_count == (most < 200 ? most : 200) && record.live == 400);
         CHECK(record.dropped == (most == 0 || most > 200 ? 0 : 200 - most));
         CHECK(zbp_tally_mark(&tally, &record, &mark) == ZBP_OK && record.mark[mark].live == 400);
@@ -98,7 +98,7 @@ static void without_memory_it_goes_on_and_says_so(void)
 
             CHECK(is_started == (n != 0) && zbp_tally_is_fed(&tally) == is_started);
             for (uint64_t i = 1; i <= 400; i++) {
-                followed += zbp_tally_alloc(&tally, i * 16, 1);
+                followed += zbp_tally_alloc(&tally, i * 16, 1, 0);
                 marked += is_started && zbp_tally_mark(&tally, &record, &mark) == ZBP_OK;
             }
             has_failed = n < 15;
@@ -137,7 +137,7 @@ static void *work(void *argument)
         if (has[k])
             zbp_tally_free(self->tally, address);
         else if (round < ROUNDS)
-            self->is_right = self->is_right && zbp_tally_alloc(self->tally, address, 1);
+            self->is_right = self->is_right && zbp_tally_alloc(self->tally, address, 1, 0);
         has[k] = !has[k];
     }
     return NULL;

@@ -5,6 +5,8 @@ import torch
 
 from zbpipe import memory
 
+FRAMES = [{"filename": torch.nn.functional.__file__, "name": "linear", "line": 1}]
+
 
 class Simulated:
     """Stands for torch's CUDA allocator: counts and keeps a history as it does, with a clock that goes wrong."""
@@ -28,8 +30,8 @@ class Simulated:
             self.alloc(0xFF, 1)
         return {"device_traces": [[], self.entries[-self.most :]]}
 
-    def record(self, enabled, context="all", max_entries=0, clear_history=False):
-        assert context is None or enabled is None
+    def record(self, enabled, context="all", stacks="all", max_entries=0, clear_history=False):
+        assert enabled is None or (context in (None, "alloc") and stacks == "python")
         self.enabled, self.most = enabled is not None, max_entries or self.most
         if clear_history or not enabled:
             self.entries.clear()
@@ -45,6 +47,7 @@ class Simulated:
 
     def append(self, action, address, size, time_us):
         entry = {"action": action, "addr": address, "size": size, "time_us": time_us}
+        entry |= {"frames": [*FRAMES, {"filename": "train.py", "name": "step", "line": size}]}
         self.entries += [entry] if self.enabled else []
 
 
@@ -70,6 +73,19 @@ def test_a_recording_of_a_simulated_allocator(monkeypatch):
     ]
     assert [event.time_ns for event in events] == sorted(event.time_ns for event in events)
     assert str(rec).startswith("cuda:1: peak 488 bytes, live 88 bytes")
+
+
+def test_what_lived_at_the_peak_of_a_simulated_allocator(monkeypatch):
+    cuda = Simulated(monkeypatch)
+    with memory.record("cuda", trace=True) as rec:
+        cuda.alloc(0xA, 400)
+        with rec.phase("I", stage=1, microbatch=2):
+            cuda.alloc(0xB, 80)
+            cuda.alloc(0xC, 80)
+        cuda.free(0xC, 80)
+        cuda.alloc(0xD, 8)
+    found = [(row.bytes, row.blocks, row.phase, row.created, row.alive) for row in rec.at_peak]
+    assert found == [(400, 1, "", "train.py:400", 1), (160, 2, "I stage 1 microbatch 2", "train.py:80", 1)]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +128,7 @@ def test_refusals(monkeypatch):
 def test_on_a_device(tmp_path):
     torch.empty(1, device="cuda")
     old = torch.empty(1000, device="cuda")
-    with pytest.raises(torch.OutOfMemoryError), memory.record("cuda", on_out_of_memory=tmp_path) as rec:  # noqa: PT012
+    with pytest.raises(torch.OutOfMemoryError), memory.record("cuda", on_out_of_memory=tmp_path, trace=True) as rec:  # noqa: PT012
         a = torch.empty(100, device="cuda")
         with rec.phase("inside"):
             b = torch.empty(50, device="cuda")
@@ -124,6 +140,8 @@ def test_on_a_device(tmp_path):
     inside = rec.phases[0]
     assert (inside.live_begin, inside.peak, inside.live_end) == (400, 600, 200)
     assert not torch._C._cuda_isHistoryEnabled()
+    assert [(row.bytes, row.phase, row.alive) for row in rec.at_peak] == [(400, "", 0), (200, "inside", 1)]
+    assert rec.at_peak[1].holder.blame.text == "variable b of test_on_a_device()"
     (report,) = tmp_path.glob("*.txt")
     assert report.read_text().startswith("out of memory on cuda:0 in last at ")
     assert "variable b of test_on_a_device" in report.read_text()

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import zbpipe
 from zbpipe import memory
-from zbpipe.memory._recording import METHODS  # which a recording puts its own in front of
+from zbpipe.memory._stages import METHODS  # which a recording puts its own in front of
 
 
 def model():

@@ -11,8 +11,12 @@ def is_recording() -> bool:
     return torch._C._cuda_isHistoryEnabled()
 
 
-def begin_history(entries: int) -> None:
-    torch.cuda.memory._record_memory_history("all", context=None, max_entries=entries, clear_history=True)
+def begin_history(entries: int, trace: bool) -> None:
+    """With ``trace``, of what is handed out the Python stack."""
+    context = "alloc" if trace else None
+    torch.cuda.memory._record_memory_history(
+        "all", context=context, stacks="python", max_entries=entries, clear_history=True
+    )
 
 
 def end_history() -> None:

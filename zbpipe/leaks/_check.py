@@ -164,7 +164,7 @@ class Check:
             predicates=predicates,
             traced=self._trace,
         )
-        born = {address: serial for address, _, serial in _C.live_blocks(self._since) if scope.includes(serial)}
+        born = {address: serial for address, _, serial, _ in _C.live_blocks(self._since) if scope.includes(serial)}
         is_explained = not born.keys() - _C.addresses_of(tensors) and not allocator.is_in_use()
         if not is_explained or others_of(natives_now()["storage"], self._older):
             result = search(scope)

@@ -10,7 +10,7 @@ import threading
 
 from zbpipe import _C
 
-_EVENT, _OLDER = struct.Struct("QQQQII"), 2  # as _C.Recorder.events() gives them
+_EVENT, _OLDER = struct.Struct("QQQQQII"), 2  # as _C.Recorder.events() gives them
 
 
 class Collector:
@@ -80,7 +80,7 @@ class Collections:
         if phase == "stop" and log is not None:
             log.stop()
             mine = log.marks()[0][8]
-            for _, _, size, serial, thread, kind in _EVENT.iter_unpack(log.events()):
+            for _, _, size, serial, _, thread, kind in _EVENT.iter_unpack(log.events()):
                 if thread == mine and kind == _OLDER:
                     self.freed[serial] = size
 

@@ -82,8 +82,9 @@ class Scope:
 class Telling:
     """Puts what a search found into words."""
 
-    def __init__(self, ways: Ways, scope: Scope) -> None:
-        self._ways, self._heap, self._scope = ways, ways.heap, scope
+    def __init__(self, ways: Ways, scope: Scope, traces: dict[int, int]) -> None:
+        """``traces``: the numbers of the blocks' traces, by their addresses."""
+        self._ways, self._heap, self._scope, self._traces = ways, ways.heap, scope, traces
         self._words = Words(ways)
         # By its number: a cycle, from the member on where a chain begins, and the storages that hang on it.
         self._cycles: dict[int, tuple[list[int], list[int]]] = {}
@@ -173,10 +174,7 @@ class Telling:
         return [*before, Holder("work", f"{count}{work.text}, which does not tell what it holds", work.where)]
 
     def _created(self, address: int) -> str | None:
-        """The innermost line that is neither torch's nor ours; else the innermost."""
-        trace = _C.trace_of(address) if self._scope.traced and address else []
-        outside = [entry for entry in trace if not entry[0].startswith(_OWN_CODE)]
-        return next((_python.place(filename, line) for filename, _, line in outside or trace), None)
+        return created_at(_C.trace_of(self._traces.get(address, 0)))
 
     # ---- cycles
 
@@ -206,6 +204,12 @@ class Telling:
             one = alike.setdefault(plain(text), Cycle(text, holders, 0, 0))
             alike[plain(text)] = replace(one, bytes=one.bytes + held, count=one.count + 1)
         return sorted(alike.values(), key=lambda cycle: -cycle.bytes)
+
+
+def created_at(trace: Sequence[tuple[str, str, int]]) -> str | None:
+    """The innermost line that is neither torch's nor ours; else the innermost."""
+    outside = [entry for entry in trace if not entry[0].startswith(_OWN_CODE)]
+    return next((_python.place(filename, line) for filename, _, line in outside or trace), None)
 
 
 def _with_line(holder: Holder) -> str:

@@ -116,7 +116,7 @@ class Growth:
         is_look = number <= FEWEST or number >= 1.5 * self.looked_at
         self._counts_others = self._counts_others or allocator.is_in_use()
         natives = natives_now() if is_look or self._counts_others else {}
-        living = {serial: size for _, size, serial in _C.live_blocks(self._since)}
+        living = {serial: size for _, size, serial, _ in _C.live_blocks(self._since)}
         if natives:
             others = others_of(natives["storage"], self._older)
             self._counts_others = self._counts_others or bool(others)
@@ -165,7 +165,7 @@ class Growth:
 
     def _of_memory(self, rising: list[str]) -> list[Grown]:
         windows = _C.storages_of(windows_of(self._optimizers))
-        serials = {address: serial for address, _, serial in _C.live_blocks(self._since)}
+        serials = {address: serial for address, _, serial, _ in _C.live_blocks(self._since)}
         result = search(Scope(since=self._since, older=self._older if self._counts_others else None))
         bounded, others = list[Found](), list[Found]()
         for entry in result.found:

@@ -120,7 +120,7 @@ def _living_after_others(found: list[Found], born: dict[int, int], freed: set[in
     torch's (an operation, a process group) may be about to let go of it."""
     unheld = {born[entry.address] for entry in found if entry.rank == "none" and entry.address in born} - freed
     for _ in range(_LOOKS):
-        living = {serial for _, _, serial in _C.live_blocks(since)}
+        living = {serial for _, _, serial, _ in _C.live_blocks(since)}
         if not unheld & living:
             break
         time.sleep(_SECONDS_BETWEEN)

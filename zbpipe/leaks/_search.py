@@ -39,7 +39,8 @@ def search(scope: Scope) -> Result:
             born, sought = _sought(heap, scope, blocks)
         del listed
         try:
-            return Telling(Ways(heap, scope.handle), scope).result(sought, born)
+            traces = {address: trace for address, _, _, trace in blocks} if scope.traced else {}
+            return Telling(Ways(heap, scope.handle), scope, traces).result(sought, born)
         finally:
             _python.forget()
 
@@ -79,7 +80,7 @@ def others_of(storages: Iterable[_C.Handle], known: object) -> dict[int, int]:
     """The storages on memory that is not torch's CPU allocator's and that were not known to :func:`storages_now`: bytes
     by their identities."""
     foreign = [(storage.address, *storage.memory[:2]) for storage in storages if storage.memory[3]]
-    tapped = {address for address, _, _ in _C.live_blocks(0)} if foreign else set()
+    tapped = {address for address, *_ in _C.live_blocks(0)} if foreign else set()
     old = identities(known) if foreign else set()
     return {
         identity: size
@@ -141,11 +142,11 @@ def identities(watched: object) -> set[int]:
 
 
 def _sought(
-    heap: Heap, scope: Scope, blocks: list[tuple[int, int, int]]
+    heap: Heap, scope: Scope, blocks: list[tuple[int, int, int, int]]
 ) -> tuple[dict[int, int], dict[int, list[int]]]:
     """The blocks that were born and that no storage is known for, bytes by addresses; and the places of the storages
     that are searched for, with those of their tensors."""
-    born = {address: size for address, size, serial in blocks if scope.includes(serial)}
+    born = {address: size for address, size, serial, _ in blocks if scope.includes(serial)}
     lost = dict(born)
     storages = {place: heap.things[place] for place in heap.native["storage"]}
     target = scope.handle

@@ -23,14 +23,15 @@ class CudaLog:
 
     unreadable = "on CUDA a recording can be read when it is over; leave its with block first"
 
-    def __init__(self, device: torch.device, max_events: int) -> None:
+    def __init__(self, device: torch.device, max_events: int, trace: bool) -> None:
         if not torch.cuda.is_available():
             raise RuntimeError(f"memory cannot be recorded on {device}: torch sees no CUDA device; record the cpu")
         if max_events == 0:
             raise ValueError("max_events is 0; a recording on CUDA is made from its log: expected 1 or more")
         torch.cuda.init()  # type: ignore[no-untyped-call]
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        self._max_events = max_events
+        self._max_events, self._is_traced = max_events, trace
+        self._traces: dict[tuple[tuple[str, str, int], ...], int] = {(): 0}  # their numbers
         self._places: list[tuple[int, int]] = []  # of the marks: entries before them, and times
         self._marks, self._events, self._live = list[list[int]](), bytearray(), 0
 
@@ -40,7 +41,9 @@ class CudaLog:
                 f"memory cannot be recorded on {self.device}: torch keeps the allocator's history already, for another "
                 "recording or torch.cuda.memory._record_memory_history(); end that first"
             )
-        allocator.begin_history(2 * self._max_events)  # a block may leave four entries, two of which count
+        allocator.begin_history(
+            2 * self._max_events, self._is_traced
+        )  # a block may leave four entries, two of which count
         self.mark()
 
     def mark(self) -> int:
@@ -82,12 +85,18 @@ class CudaLog:
                     kind, blocks[address] = ALLOC, size
                 else:
                     kind, size = (FREE, blocks.pop(address)) if address in blocks else (FREE_OLDER, size)
-                self._events += EVENT.pack(last, address, size, 0, 0, kind)
+                frames = entry.get("frames", []) if kind == ALLOC else []
+                stack = tuple((frame["filename"], frame["name"], frame["line"]) for frame in frames)
+                trace = self._traces.setdefault(stack, len(self._traces))
+                self._events += EVENT.pack(last, address, size, 0, trace, 0, kind)
                 if kind != FREE_OLDER:
                     self._live += size if kind == ALLOC else -size
                     mark[3] = max(mark[3], self._live)
                     mark[4 + kind] += size
                     mark[6 + kind] += 1
+
+    def trace_of(self, trace: int) -> tuple[tuple[str, str, int], ...]:
+        return [*self._traces][trace]
 
     def counters(self) -> dict[str, int]:
         return {"live": self._live, "dropped": 0, "untracked": 0}

@@ -13,7 +13,7 @@ from typing import Any
 
 from zbpipe._formatting import Unit, in_words, table
 from zbpipe._version import __version__
-from zbpipe.memory._log import Phase
+from zbpipe.memory._log import AtPeak, Phase
 
 _AT_ONCE = 20_000  # pieces that one write takes
 _GZIP_LEVEL = 3  # a million events: 5.7 MB; 4.8 MB in 2.4 times the time at level 9
@@ -22,6 +22,8 @@ _OTHER, _LINE = "#b8a9d9", "#1f3b57"
 _POINTS = 4000  # of the curve, and of as many parts at most the highest level
 _MOST_ROWS = 12  # of kinds of phases; what is left shares one more
 _MS = 1e6
+_CHARACTER = 0.006  # of the width, at font size 6
+SHOWN_AT_PEAK = 10  # rows
 
 Events = Iterable[tuple[Any, ...]]  # the fields of each Allocation
 Path = str | os.PathLike[str]
@@ -60,8 +62,9 @@ def _chrome_trace(device: str, phases: Sequence[Phase], events: Events) -> Itera
 
 
 def draw(title: str, device: str, phases: Sequence[Phase], events: Events, count: int) -> Any:
-    """The picture: the curve of live bytes over ``count`` events, and above it the phases, a row for each kind. Without
-    pyplot, which would choose a backend for the whole process."""
+    """The picture: the curve of live bytes over ``count`` events with its peak marked, above it the phases, a row for
+    each kind, with the stage and the microbatch where there is room. Without pyplot, which would choose a backend for
+    the whole process."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
@@ -94,6 +97,15 @@ def draw(title: str, device: str, phases: Sequence[Phase], events: Events, count
         # An edge shows what is too short for a pixel.
         strip.broken_barh(spans, (row + 0.1, 0.8), facecolors=colour, edgecolors=colour, lw=0.6)
         axes.broken_barh(spans, (0, axes.get_ylim()[1]), facecolors=colour, alpha=0.18)
+        for phase, (left, width) in zip(those, spans, strict=True):
+            numbers = (("s", phase.stage), ("m", phase.microbatch))
+            text = " ".join(f"{letter}{number}" for letter, number in numbers if number is not None)
+            if text and width > _CHARACTER * len(text) * max(end - begin, 1) / _MS:
+                strip.text(left + width / 2, row + 0.5, text, ha="center", va="center", fontsize=6)
+    at = next(time for time, level in points if level == most) / _MS
+    axes.plot([at], [most / size.size], "o", color=_LINE, ms=4)
+    for part in (strip, axes):
+        part.axvline(at, color=_LINE, lw=0.8, ls=":")
     strip.set_yticks([row + 0.5 for row in range(len(rows))], list(rows), parse_math=False)
     strip.tick_params(bottom=False, labelbottom=False, left=False)
     strip.set_ylim(max(len(rows), 1), 0)
@@ -129,3 +141,16 @@ def phase_table(phases: Sequence[Phase]) -> str:
         sizes = [unit(size) for size in (p.live_begin, p.live_end, p.peak)]
         rows.append((short(p.label, 31), f"{(p.end_ns - p.begin_ns) / 1e6:.2f}", *sizes, str(p.allocations)))
     return table(header, rows)
+
+
+def peak_table(rows: Sequence[AtPeak]) -> str:
+    """The ten largest, all bytes in one unit, that of the largest."""
+    unit = Unit.of(rows[0].bytes)
+    cells = []
+    for row in rows[:SHOWN_AT_PEAK]:
+        blame = row.holder.blame if row.holder is not None else None
+        held = f"{row.alive}, {blame or 'nothing that can be seen'}" if row.alive else "0"
+        cells.append((row.phase, row.created or "", held, str(row.blocks), unit(row.bytes)))
+    left = rows[SHOWN_AT_PEAK:]
+    more = f"\nand {unit.words(sum(row.bytes for row in left))} in {len(left)} smaller rows" if left else ""
+    return table(("made in", "at", "alive at the end, and held by", "blocks", unit.name), cells, left=3) + more

@@ -6,9 +6,12 @@ import struct
 from collections import namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-EVENT = struct.Struct("QQQQII")  # zbp_event in csrc/instruments/core/zbp_record.h
+if TYPE_CHECKING:
+    from zbpipe.leaks import Leak
+
+EVENT = struct.Struct("QQQQQII")  # zbp_event in csrc/instruments/core/zbp_record.h
 ALLOC, FREE, FREE_OLDER = range(3)
 ENDED = "_zbpipe_phase"  # an exception's attribute, which may be pickled: the innermost phase that it has ended
 
@@ -51,6 +54,24 @@ def label(kind: str, stage: int | None, microbatch: int | None) -> str:
     return " ".join([kind, *(f"{what} {number}" for what, number in place.items() if number is not None)])
 
 
+@dataclass(frozen=True)
+class AtPeak:
+    """Blocks that lived at a recording's peak, and that one line made in the phases of one kind and stage.
+
+    ``bytes`` are those of all its ``blocks``. ``phase`` is where they were made, as "forward stage 1 microbatches 0 to
+    3", "" outside of all phases. ``created`` is the ``file:line`` that made them, None where no Python ran. ``alive``
+    of the blocks lived at the recording's end, too. ``holder`` says who held the largest of these then: a
+    :class:`zbpipe.leaks.Leak`, None if none lived, if nobody knows its tensor, and for all but the ten largest rows.
+    """
+
+    bytes: int
+    blocks: int
+    phase: str
+    created: str | None
+    alive: int
+    holder: Leak | None
+
+
 class Allocation(NamedTuple):
     """An event of the log: ``bytes`` handed out at ``address`` (> 0) or taken back (< 0), ``live`` bytes afterwards.
 
@@ -79,7 +100,7 @@ def phase_of(marks: Marks, kind: str, stage: int | None, microbatch: int | None,
 def events_of(log: Log) -> Iterator[tuple[Any, ...]]:
     """The fields of each :class:`Allocation`."""
     start, live = log.marks()[0][0], 0
-    for time, address, size, _, thread, kind in EVENT.iter_unpack(log.events()):
+    for time, address, size, _, _, thread, kind in EVENT.iter_unpack(log.events()):
         change = size if kind == ALLOC else -size
         live += 0 if kind == FREE_OLDER else change
         yield time - start, address, change, live, thread, kind == FREE_OLDER

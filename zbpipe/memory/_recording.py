@@ -14,9 +14,7 @@ a phase's peak
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
-import inspect
 import itertools
 import operator
 import os
@@ -24,27 +22,20 @@ import pathlib
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from zbpipe import passes
+from zbpipe import _C, passes
 from zbpipe._formatting import argument, in_words
-from zbpipe._torch.pipelining import stages_of
-from zbpipe.memory._export import Path, draw, export, phase_table
-from zbpipe.memory._log import ENDED, Allocation, Log, Marks, Phase, events_of, label, phase_of
+from zbpipe.memory._export import Path, draw, export, peak_table, phase_table
+from zbpipe.memory._log import ENDED, Allocation, AtPeak, Log, Marks, Phase, events_of, label, phase_of
+from zbpipe.memory._stages import METHODS, Method, stages_in
 
 _PASSES = ("I", "W", "B")
 _running: list[Recording] = []
 _lock = threading.Lock()  # of it, and of watched stages
-
-METHODS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "forward_one_chunk": lambda _: "forward",
-    "backward_one_chunk": lambda arguments: "B" if arguments.get("full_backward", True) else "I",
-    "backward_weight_one_chunk": lambda _: "W",
-}
-"""A stage's methods, and from their arguments the kind of phase that a call is."""
 
 
 def _observed(kind: str, run: Callable[..., Any], /, *args: Any) -> Any:
@@ -63,8 +54,11 @@ class Recording:
     ``torch.device`` whose allocator is recorded.
     """
 
-    def __init__(self, log: Log, device: torch.device, max_events: int, folder: Path | None = None) -> None:
-        self.device = device
+    def __init__(
+        self, log: Log, device: torch.device, max_events: int, folder: Path | None = None, trace: bool = False
+    ) -> None:
+        self.device, self._is_traced = device, trace
+        self._at_peak: list[AtPeak] | None = None
         self._log, self._max_events = log, max_events
         self._folder = None if folder is None else pathlib.Path(folder).absolute()  # the program may leave this one
         self._report: Callable[[Recording, BaseException | None], None] | None = None
@@ -84,6 +78,8 @@ class Recording:
             from zbpipe.memory._out_of_memory import reporter  # with which the leak tools come
 
             self._report = reporter(self._folder)
+        if self._is_traced:
+            _C.trace_start()
         self._is_running = True
         with _lock:
             _running.append(self)
@@ -97,11 +93,18 @@ class Recording:
             passes.observer = _observed if _running else None
             for stage, name in itertools.product(self._watched, METHODS):
                 method = vars(stage).get(name)
-                if isinstance(method, _Method) and not method.running():
-                    del vars(stage)[name]
-                    vars(stage).update({} if method.before is None else {name: method.before})
+                if isinstance(method, Method):
+                    method.recordings.discard(self)
+                    if not method.recordings:
+                        del vars(stage)[name]
+                        vars(stage).update({} if method.before is None else {name: method.before})
         self._log.mark()
         displaced = self._log.stop()
+        if self._is_traced:
+            try:
+                self._look_at_the_peak()
+            finally:
+                _C.trace_stop()
         report, self._report = self._report, None
         if report is not None:
             report(self, error)
@@ -112,6 +115,15 @@ class Recording:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+    def _look_at_the_peak(self) -> None:
+        from zbpipe.memory._peak import at_peak
+
+        if getattr(self._log, "unreadable", "") or self._log.counters()["dropped"]:
+            return
+        trace_of = getattr(self._log, "trace_of", _C.trace_of)
+        with contextlib.suppress(MemoryError):  # a program's own may be on its way
+            self._at_peak = at_peak(self._log, self._marks, self._ended, str(self.device), trace_of)
 
     def phase(
         self, kind: str, *, stage: int | None = None, microbatch: int | None = None
@@ -180,12 +192,12 @@ class Recording:
         """
         if not self._is_running:
             raise RuntimeError("watch() was called outside of the recording; call it within its with block")
-        given = list(_stages_in(stages))
+        given = list(stages_in(stages))
         with _lock:
             self._watched.update(given)
             for stage, name in itertools.product(given, METHODS):
-                if not isinstance(vars(stage).get(name), _Method):
-                    vars(stage)[name] = _Method(stage, name)
+                if not isinstance(vars(stage).get(name), Method):
+                    vars(stage)[name] = Method(stage, name)
                 vars(stage)[name].recordings.add(self)
 
     # ---- totals
@@ -260,6 +272,19 @@ class Recording:
         """
         return map(Allocation._make, events_of(self._whole_log("events()")))
 
+    @property
+    def at_peak(self) -> list[AtPeak]:
+        """What lived at the peak, the most bytes first, and who held it at the end of the with block.
+
+        Raises:
+            RuntimeError: ``trace`` was not asked for, the recording still runs, or its log is not whole.
+        """
+        self._whole_log("at_peak")
+        if self._at_peak is None:
+            why = "there was no memory to work it out" if self._is_traced else "the recording did not trace"
+            raise RuntimeError(f"at_peak is not known: {why}; use record(trace=True), and less at the block's end")
+        return self._at_peak
+
     def plot(self, path: Path, title: str = "") -> None:
         """Draws live bytes over time with the phases shaded, as PNG or what the name's suffix says.
 
@@ -287,6 +312,7 @@ class Recording:
         lines = [f"{self.device}: peak {peak}, live {live}, {allocated} in {self.allocations} allocations"]
         lines += [f"incomplete: {self.incomplete}"] if self.incomplete else []
         lines += ["", phase_table(phases)] if (phases := self.phases) else []
+        lines += ["", "at the peak", peak_table(self._at_peak)] if self._at_peak else []
         return "\n".join(lines)
 
 
@@ -304,47 +330,3 @@ class _Once(contextlib.AbstractContextManager[None]):
 
     def __exit__(self, *error: Any) -> None:
         self._marked.__exit__(*error)
-
-
-def _stages_in(stages: Any) -> Iterator[Any]:
-    """The stages that Recording.watch() is given. Raises TypeError."""
-    if all(hasattr(stages, name) for name in METHODS):
-        yield stages
-    elif (of_schedule := stages_of(stages)) is not None:
-        yield from of_schedule
-    elif isinstance(stages, Iterable):
-        for stage in stages:
-            yield from _stages_in(stage)
-    else:
-        raise TypeError(
-            f"watch() was given a {type(stages).__name__}; expected a pipeline stage, a schedule or a list of them"
-        )
-
-
-class _Method:
-    """An attribute of a stage that hides a method and marks its calls; without a running recording it only calls."""
-
-    def __init__(self, stage: Any, name: str) -> None:
-        method = getattr(stage, name)
-        functools.update_wrapper(self, method)
-        self._stage, self._name = stage, name
-        self.recordings: weakref.WeakSet[Recording] = weakref.WeakSet()
-        self.before: Callable[..., Any] | None = vars(stage).get(name)
-        self._own = self.before if self.before is not None or hasattr(type(stage), name) else method
-        self._signature = inspect.signature(method)
-
-    def running(self) -> list[Recording]:
-        return [recording for recording in list(self.recordings) if recording._is_running]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # By its class, now: zbpipe's patch and whoever else changes the class between two calls must be met.
-        method = self._own or functools.partial(getattr(type(self._stage), self._name), self._stage)
-        if not (recordings := self.running()):
-            return method(*args, **kwargs)
-        arguments = self._signature.bind(*args, **kwargs).arguments
-        microbatch = arguments.get("fwd_chunk_id", arguments.get("bwd_chunk_id"))
-        kind, stage = METHODS[self._name](arguments), self._stage.stage_index
-        with contextlib.ExitStack() as phases:
-            for recording in recordings:
-                phases.enter_context(recording.phase(kind, stage=stage, microbatch=microbatch))
-            return method(*args, **kwargs)

@@ -41,7 +41,7 @@ static PyObject *next_serial(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ig
 PyDoc_STRVAR(live_blocks_doc,
              "live_blocks(since, /)\n--\n\n"
              "The blocks of CPU memory in use from that serial on: list of (address, bytes,\n"
-             "serial).");
+             "serial, trace); for trace_of().");
 
 static PyObject *live_blocks(PyObject *Py_UNUSED(module), PyObject *since)
 {
@@ -58,9 +58,9 @@ static PyObject *live_blocks(PyObject *Py_UNUSED(module), PyObject *since)
     const int collects = PyGC_Disable(); /* a block that it freed would be listed */
     PyObject *list = PyList_New((Py_ssize_t)count);
     for (size_t i = 0; list != NULL && i < count; ++i) {
-        PyObject *block = Py_BuildValue("(KKK)", (unsigned long long)blocks[i].address,
-                                        (unsigned long long)blocks[i].bytes,
-                                        (unsigned long long)blocks[i].serial);
+        PyObject *block = Py_BuildValue(
+            "(KKKK)", (unsigned long long)blocks[i].address, (unsigned long long)blocks[i].bytes,
+            (unsigned long long)blocks[i].serial, (unsigned long long)blocks[i].trace);
         if (block == NULL) {
             Py_CLEAR(list);
         } else {
@@ -92,16 +92,17 @@ static PyObject *trace_stop(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ign
 }
 
 PyDoc_STRVAR(trace_of_doc,
-             "trace_of(address, /)\n--\n\n"
-             "Where a block comes from: list of (file, function, line), innermost first.");
+             "trace_of(trace, /)\n--\n\n"
+             "Where a block comes from, by its number: list of (file, function, line),\n"
+             "innermost first.");
 
-static PyObject *trace_of(PyObject *Py_UNUSED(module), PyObject *address)
+static PyObject *trace_of(PyObject *Py_UNUSED(module), PyObject *trace)
 {
     uint64_t number;
     zbp_error error = {0};
 
-    return read_number(address, &number) < 0 ? NULL
-                                             : zbp_or_raise(zbp_trace_of(number, &error), &error);
+    return read_number(trace, &number) < 0 ? NULL
+                                           : zbp_or_raise(zbp_trace_of(number, &error), &error);
 }
 
 /* Frames */

@@ -220,8 +220,8 @@ static PyMethodDef recorder_methods[] = {
      "marks()\n--\n\nPer mark (time_ns, events, live, peak, allocated, freed, allocations,\n"
      "frees, thread); from peak on, of the span up to the next mark."},
     {"events", recorder_events, METH_NOARGS,
-     "events()\n--\n\nThe log as bytes: struct 'QQQQII' of time_ns, address, bytes, serial,\n"
-     "thread, kind (0 handed out, 1 taken back, 2 taken back, older than the recording)."},
+     "events()\n--\n\nThe log as bytes: struct 'QQQQQII' of time_ns, address, bytes, serial,\n"
+     "trace, thread, kind (0 handed out, 1 taken back, 2 taken back, older than the recording)."},
     {NULL, NULL, 0, NULL}};
 
 static PyType_Slot recorder_slots[] = {

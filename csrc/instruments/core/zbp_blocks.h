@@ -19,6 +19,7 @@ typedef struct zbp_block {
     uint64_t address; /* 0: no block */
     uint64_t bytes;
     uint64_t serial; /* how many blocks were handed out before it */
+    uint64_t trace;  /* where it comes from; a number of the caller's, 0 if unknown */
 } zbp_block;
 
 /* Held by the caller; all fields are for reading alone. Zeroed is a legal empty table. */

@@ -172,9 +172,9 @@ static void tell_all_freed(zbp_tally *tally, uint64_t time_ns, zbp_block block)
         tell_free(record, time_ns, block);
 }
 
-bool zbp_tally_alloc(zbp_tally *tally, uint64_t address, uint64_t bytes)
+bool zbp_tally_alloc(zbp_tally *tally, uint64_t address, uint64_t bytes, uint64_t trace)
 {
-    zbp_block block = {address, bytes, 0}, old = {0};
+    zbp_block block = {address, bytes, 0, trace}, old = {0};
 
     zbp_tally_lock(tally);
     const uint64_t time_ns = now(tally);

@@ -28,7 +28,7 @@ ZBP_BEGIN_C
 
 enum { ZBP_EVENT_ALLOC, ZBP_EVENT_FREE, ZBP_EVENT_FREE_OLDER };
 
-/* As Python gets it: struct "QQQQII". */
+/* As Python gets it: struct "QQQQQII". */
 typedef struct zbp_event {
     uint64_t time_ns;
     zbp_block block;
@@ -90,7 +90,7 @@ ZBP_MUST_USE int zbp_tally_mark(zbp_tally *tally, zbp_record *record, uint32_t *
 /* A block was handed out. One that the table has at its address was taken back unseen: that is
  * told first. False, and it is counted as untracked, if it has no address or there is no memory to
  * follow it. */
-bool zbp_tally_alloc(zbp_tally *tally, uint64_t address, uint64_t bytes);
+bool zbp_tally_alloc(zbp_tally *tally, uint64_t address, uint64_t bytes, uint64_t trace);
 /* One was handed out that cannot be followed. */
 void zbp_tally_untracked(zbp_tally *tally);
 /* A block is taken back: to be called before another thread may be given its address. Of one that

@@ -35,16 +35,14 @@ uint64_t number_of(const void* data) {
 /// One that is followed at this address already was freed past our deleter: raw_deallocate() after
 /// we were taken out.
 void note_alloc(const void* data, size_t bytes) {
-  zbp_trace_keep(number_of(data));  // first: whoever sees the block finds its trace
-  if (!zbp_tally_alloc(zbp_tap_tally(), number_of(data), bytes)) {
-    zbp_trace_forget(number_of(data));
-  }
+  const uint64_t trace =
+      zbp_trace_here();  // takes the GIL, which nobody may under the tally's lock
+  zbp_tally_alloc(zbp_tap_tally(), number_of(data), bytes, trace);
 }
 
 /// Before the block is freed: afterwards another thread may be given its address.
 void note_free(const void* data) {
   zbp_tally_free(zbp_tap_tally(), number_of(data));
-  zbp_trace_forget(number_of(data));
 }
 
 /// Around the context of a block whose deleter needs one.
@@ -189,11 +187,9 @@ bool uninstall() {
 
 void lock_for_fork() {
   zbp_tally_lock(zbp_tap_tally());
-  zbp_trace_lock();
 }
 
 void unlock_after_fork() {
-  zbp_trace_unlock();
   zbp_tally_unlock(zbp_tap_tally());
 }
 

@@ -1,9 +1,8 @@
 #include "instruments/shim/zbp_traces.h"
 
 #include <atomic>
-#include <mutex>
+#include <map>
 #include <new>
-#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -18,20 +17,16 @@ namespace zbp {
 
 namespace {
 
-/// No variable of a frame is kept, only its code.
-struct TracedFrame {
-  PyCodeObject* code;  // alive until the last zbp_trace_stop()
-  int instruction;
-};
+/// Innermost first: each frame's code, which Traces owns, and its instruction. No variable is kept.
+using Stack = std::vector<std::pair<PyCodeObject*, int>>;
 
-/// Never destroyed: tensors are freed until the process ends.
+/// Never destroyed: tensors are made until the process ends.
 struct Traces {
-  std::mutex mutex;
-  std::unordered_map<uint64_t, std::vector<TracedFrame>> of_block;  // innermost first
-  std::unordered_set<PyCodeObject*> codes;  // each owned once; touched with the GIL alone
-  // To be read without the lock:
-  std::atomic<size_t> count{0};
-  std::atomic<int> tracers{0};  // written with the GIL
+  std::map<Stack, uint64_t> numbers;
+  std::vector<const Stack*> stacks;         // by their numbers, from `first` on
+  uint64_t first = 1;                       // rises: no number is given twice
+  std::unordered_set<PyCodeObject*> codes;  // each owned once
+  std::atomic<int> tracers{0};              // to be read without the GIL, too
 };
 
 Traces& traces() {
@@ -54,12 +49,9 @@ void zbp_trace_stop(void) {
   if (--t.tracers != 0) {
     return;
   }
-  decltype(t.of_block) dead;
-  {
-    const std::lock_guard<std::mutex> lock(t.mutex);
-    dead.swap(t.of_block);
-    t.count = 0;
-  }
+  t.first += t.stacks.size();
+  t.stacks.clear();
+  t.numbers.clear();
   decltype(t.codes) mine;
   mine.swap(t.codes);
   for (PyCodeObject* const code : mine) {
@@ -67,17 +59,17 @@ void zbp_trace_stop(void) {
   }
 }
 
-void zbp_trace_keep(uint64_t address) {
+uint64_t zbp_trace_here(void) {
   Traces& t = traces();
   if (t.tracers.load(std::memory_order_relaxed) == 0 || !Py_IsInitialized() ||
       PyGILState_GetThisThreadState() == nullptr) {
-    return;
+    return 0;
   }
   const AcquireGil gil;
   if (t.tracers == 0) {  // the last one has stopped while this thread waited
-    return;
+    return 0;
   }
-  std::vector<TracedFrame> frames;
+  Stack stack;
   PyFrameObject* frame = PyEval_GetFrame();
   Py_XINCREF(frame);
   try {
@@ -86,55 +78,36 @@ void zbp_trace_keep(uint64_t address) {
       if (!t.codes.insert(code).second) {
         Py_DECREF(code);
       }
-      frames.push_back({code, PyFrame_GetLasti(frame)});
+      stack.emplace_back(code, PyFrame_GetLasti(frame));
       PyFrameObject* const back = PyFrame_GetBack(frame);
       Py_DECREF(frame);
       frame = back;
     }
-    const std::lock_guard<std::mutex> lock(t.mutex);
-    t.of_block.insert_or_assign(address, std::move(frames));
-    t.count = t.of_block.size();
+    auto known = t.numbers.find(stack);
+    if (known == t.numbers.end()) {
+      t.stacks.push_back(nullptr);  // stays there, and its number unused, if there is no memory now
+      known = t.numbers.emplace(std::move(stack), t.first + t.stacks.size() - 1).first;
+      t.stacks.back() = &known->first;
+    }
+    return known->second;
   } catch (const std::bad_alloc&) {
     Py_XDECREF(frame);
+    return 0;
   }
 }
 
-void zbp_trace_forget(uint64_t address) {
-  Traces& t = traces();
-  if (t.count.load(std::memory_order_relaxed) == 0) {
-    return;
-  }
-  decltype(t.of_block)::node_type dead;  // goes when the lock is given back
-  const std::lock_guard<std::mutex> lock(t.mutex);
-  dead = t.of_block.extract(address);
-  t.count = t.of_block.size();
-}
-
-void zbp_trace_lock(void) {
-  traces().mutex.lock();
-}
-
-void zbp_trace_unlock(void) {
-  traces().mutex.unlock();
-}
-
-PyObject* zbp_trace_of(uint64_t address, zbp_error* error) {
+PyObject* zbp_trace_of(uint64_t number, zbp_error* error) {
   return guarded_object(error, [&] {
-    Traces& t = traces();
-    std::vector<TracedFrame> frames;
-    {
-      const std::lock_guard<std::mutex> lock(t.mutex);
-      if (const auto found = t.of_block.find(address); found != t.of_block.end()) {
-        frames = found->second;
-      }
-    }
+    const Traces& t = traces();
+    const uint64_t at = number - t.first;  // far beyond the last for an older one
+    const Stack stack = at < t.stacks.size() ? *t.stacks[at] : Stack();
     // What is made of them may run Python code, and that end the tracing.
     std::vector<THPObjectPtr> kept;
-    for (const TracedFrame& frame : frames) {
-      kept.emplace_back(Py_NewRef(reinterpret_cast<PyObject*>(frame.code)));
+    for (const auto& frame : stack) {
+      kept.emplace_back(Py_NewRef(reinterpret_cast<PyObject*>(frame.first)));
     }
     THPObjectPtr list = checked(PyList_New(0));
-    for (const auto& [code, instruction] : frames) {
+    for (const auto& [code, instruction] : stack) {
       append(list, Py_BuildValue("(OOi)", code->co_filename, code->co_name,
                                  PyCode_Addr2Line(code, instruction)));
     }

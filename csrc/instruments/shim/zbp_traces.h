@@ -1,7 +1,6 @@
-/* zbp_traces.h - where blocks of memory come from: the Python stack that asked for each, while
- * somebody wants to know.
+/* zbp_traces.h - where blocks of memory come from: the Python stacks that asked for them, by number.
  *
- * Threads: any. Its lock is a leaf.
+ * Threads: any. What is kept is touched with the GIL alone.
  */
 #pragma once
 
@@ -13,23 +12,18 @@
 
 ZBP_BEGIN_C
 
-/* From start to stop (they nest) the stack that asks for a block is kept with it, at some
- * microseconds a block, until the block is freed or the last stop. With the GIL. */
+/* From start to stop (they nest) each stack that asks for a block is kept once, until the last stop.
+ * With the GIL. */
 void zbp_trace_start(void);
 void zbp_trace_stop(void);
 
-/* The stack of this thread is that of the block at `address`, until that is forgotten. Takes the
- * GIL while somebody traces: whoever waits for this thread may not have it. On a thread that
- * Python does not know, or without memory, the block has none. */
-void zbp_trace_keep(uint64_t address);
-void zbp_trace_forget(uint64_t address);
+/* The number of this thread's stack. 0 while nobody traces, without memory, and on a thread that
+ * Python does not know. Takes the GIL while somebody traces: whoever waits for this thread may not
+ * have it. */
+uint64_t zbp_trace_here(void);
 
-/* New list of (file, function, line), innermost first; empty for a block without a trace. With the
- * GIL. */
-PyObject *zbp_trace_of(uint64_t address, zbp_error *error);
-
-/* For the time of a fork. */
-void zbp_trace_lock(void);
-void zbp_trace_unlock(void);
+/* New list of (file, function, line), innermost first; empty for 0, and after the last stop. With
+ * the GIL. */
+PyObject* zbp_trace_of(uint64_t number, zbp_error* error);
 
 ZBP_END_C
