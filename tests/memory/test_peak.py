@@ -53,7 +53,7 @@ def test_it_is_told_by_phase_and_line_with_the_holders():
     assert rec.at_peak[1].holder.bytes == 16_000, "the largest that lives"
     head, *rows = str(rec).partition("at the peak\n")[2].splitlines()
     assert " ".join(head.split()) == "made in at alive at the end, and held by blocks kB"
-    assert rows[1].startswith(forward) and "3, attribute kept of Hoard (" in rows[1] and rows[1].endswith("56.000")
+    assert rows[1].startswith(forward) and "3, attribute kept of " in rows[1] and rows[1].endswith("56.000")
     assert rows[4].split()[-3:] == ["0", "1", "0.012"]
     del later, outside
 

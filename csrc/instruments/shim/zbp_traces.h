@@ -24,6 +24,6 @@ uint64_t zbp_trace_here(void);
 
 /* New list of (file, function, line), innermost first; empty for 0, and after the last stop. With
  * the GIL. */
-PyObject* zbp_trace_of(uint64_t number, zbp_error* error);
+PyObject *zbp_trace_of(uint64_t number, zbp_error *error);
 
 ZBP_END_C
