@@ -6,6 +6,7 @@ import sys
 import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from support.checks import checked
@@ -374,3 +375,43 @@ def test_a_cycles_member_is_to_blame_and_no_caller(of_cycles):
     assert "in_a_frame" in of_frame.blame.text and of_frame.in_cycle >= 1
     for leak in [*of_bytes(of_cycles, 28), *of_bytes(of_cycles, 32)]:
         assert leak.in_cycle and "variable " not in leak.blame.text, leak
+
+
+# ---- memory of numpy's
+
+
+class Array(np.ndarray):
+    """Of a program."""
+
+    @property
+    def base(self):
+        raise AssertionError("no code of the program runs")
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda batch: torch.as_tensor(batch[3]), "[16], in a numpy array of 16384 bytes"),
+        (
+            lambda batch: torch.from_numpy(batch[3])[4:6],
+            "[2], which uses 8 of 64 bytes, in a numpy array of 16384 bytes",
+        ),
+        (lambda batch: torch.from_numpy(batch.view(Array)[4:][3]), "[16], in a numpy array of 16384 bytes"),
+        (lambda batch: torch.from_numpy(batch), "[256, 16]"),
+        (
+            lambda batch: torch.from_numpy(np.frombuffer(bytes(80), np.float32)[5:]),
+            "[15], in a numpy array of 80 bytes",
+        ),
+        (
+            lambda batch: torch.from_numpy(np.frombuffer(bytearray(80), np.float32)[5:]),
+            "[15], in numpy's memory: what is behind the array may be larger",
+        ),
+        (lambda batch: torch.frombuffer(bytearray(80), dtype=torch.float32), "[20]"),
+        (lambda batch: torch.from_dlpack(batch[3]), "[16]"),
+        (lambda batch: torch.as_tensor(batch[3]).clone(), "[16]"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The given")
+def test_what_a_numpy_array_behind_a_tensor_keeps(make, words):
+    kept = [make(np.zeros((256, 16), np.float32))]
+    assert find_holders(kept[0]).chain[-1].text == f"Tensor float32 {words}"

@@ -124,6 +124,7 @@ class Telling:
         if chain:
             last = chain[-1]
             text = f"{last.text}, which uses {used} of {held} bytes" if 0 < used < held else last.text
+            text += _in_an_array(things[place], held)
             size = held if last.kind in ("tensor", "saved") else last.bytes
             chain[-1] = self._words.holder(last.kind, text, last.where, size, last.is_library)
         leak = Leak(
@@ -204,6 +205,20 @@ class Telling:
             one = alike.setdefault(plain(text), Cycle(text, holders, 0, 0))
             alike[plain(text)] = replace(one, bytes=one.bytes + held, count=one.count + 1)
         return sorted(alike.values(), key=lambda cycle: -cycle.bytes)
+
+
+def _in_an_array(storage: _C.Handle, held: int) -> str:
+    """Of memory that is a numpy array's: what the array keeps. An array of another's memory has all of that."""
+    array, cls = next((held for held, _, _ in _C.references_of(storage)), None), _python.array_type()
+    if array is None or cls is None:
+        return ""
+    base, size = (vars(cls)[name] for name in ("base", "nbytes"))
+    while issubclass(type(owner := base.__get__(array)), cls):
+        array = owner
+    if owner is not None and type(owner) is not bytes:
+        return ", in numpy's memory: what is behind the array may be larger"
+    whole = size.__get__(array) if owner is None else len(owner)
+    return f", in a numpy array of {whole} bytes" if whole > held else ""
 
 
 def created_at(trace: Sequence[tuple[str, str, int]]) -> str | None:

@@ -72,6 +72,9 @@ inline c10::StorageImpl* storage_in(const c10::TensorImpl& tensor) {
 /// object.
 const at::Tensor* tensor_of_capsule(PyObject* capsule);
 
+/// The numpy array whose memory a storage has; null for others; borrowed.
+PyObject* numpy_array_of(c10::StorageImpl& storage);
+
 /// New; null for what is being destroyed: its last reference has gone.
 THPObjectPtr handle_of(const c10::TensorImpl* tensor);
 THPObjectPtr handle_of(const c10::StorageImpl* storage);

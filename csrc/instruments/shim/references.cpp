@@ -332,6 +332,8 @@ PyObject* zbp_references_of(PyObject* thing, const zbp_group* group, bool passes
         add_references(*tensor, references);
       } else if (auto* node = handle->node()) {
         add_references(*node, passes_run, references);
+      } else {
+        references.add(numpy_array_of(*handle->storage()), "numpy array");
       }
     } else if (group) {
       add_held_by(group, references);

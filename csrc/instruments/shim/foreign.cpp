@@ -1,0 +1,96 @@
+// The tensors in DLPack capsules, and the numpy arrays behind storages.
+#include "instruments/shim/handle.h"
+
+#include <array>
+#include <cstring>
+
+#include <ATen/DLConvertor.h>
+#include <ATen/Functions.h>
+#include <torch/csrc/utils/tensor_numpy.h>
+
+#include "shim/torch/python.h"
+
+namespace zbp {
+
+namespace {
+
+/// As at::toDLPack makes it: the tensor comes first in what manager_ctx points to
+/// (ATen/DLConvertor.cpp).
+template <class Managed>
+const at::Tensor* tensor_in(const Managed* managed, const Managed* made_here) {
+  return managed && managed->deleter == made_here->deleter
+             ? static_cast<const at::Tensor*>(managed->manager_ctx)
+             : nullptr;
+}
+
+/// One of torch's own of no elements, to know its deleter by. Never destroyed.
+template <class Managed>
+const Managed* example() {
+  static const Managed* const managed = at::DLPackTraits<Managed>::toDLPack(at::empty({0}));
+  return managed;
+}
+
+template <class Managed>
+const at::Tensor* tensor_named(PyObject* capsule, std::array<const char*, 2> names) {
+  for (const char* name : names) {
+    if (PyCapsule_IsValid(capsule, name)) {
+      return tensor_in(static_cast<const Managed*>(PyCapsule_GetPointer(capsule, name)),
+                       example<Managed>());
+    }
+  }
+  return nullptr;
+}
+
+using FunctionContext = c10::InefficientStdFunctionContext;
+
+const FunctionContext* function_behind(c10::StorageImpl& storage) {
+  static const auto* const made_here =
+      new c10::DataPtr(FunctionContext::makeDataPtr(nullptr, [](void*) {}, c10::kCPU));
+  const c10::DataPtr& data = storage._mutable_data_ptr_no_checks();
+  return data.get_deleter() == made_here->get_deleter()
+             ? static_cast<const FunctionContext*>(data.get_context())
+             : nullptr;
+}
+
+PyObject* captured_by(const FunctionContext* context) {
+  PyObject* object = nullptr;
+  std::memcpy(&object, &context->deleter_, sizeof object);
+  return object;
+}
+
+}  // namespace
+
+// torch's function that lets go of an array has captured it, and nothing else
+// (torch/csrc/utils/tensor_numpy.cpp). It is known by an example, which must have captured its own.
+PyObject* numpy_array_of(c10::StorageImpl& storage) {
+  static const FunctionContext* known = nullptr;
+  const FunctionContext* const context = function_behind(storage);
+  PyObject* const numpy = PyDict_GetItemString(PyImport_GetModuleDict(), "numpy");
+  if (context && numpy && !known) {
+    THPObjectPtr array = checked(PyObject_CallMethod(numpy, "zeros", "i", 1));
+    at::Tensor example = torch::utils::tensor_from_numpy(array);
+    auto* const its = storage_in(*example.unsafeGetTensorImpl());
+    if (const auto* found = its ? function_behind(*its) : nullptr;
+        found && captured_by(found) == array.get()) {
+      known = found;
+      example.unsafeReleaseTensorImpl();  // never destroyed
+    }
+  }
+  const bool is_arrays =
+      context && known && context->deleter_.target_type() == known->deleter_.target_type();
+  return is_arrays ? captured_by(context) : nullptr;
+}
+
+const at::Tensor* tensor_of_capsule(PyObject* capsule) {
+  if (!PyCapsule_CheckExact(capsule)) {
+    return nullptr;
+  }
+  // numpy names those that it has taken over anew.
+  if (const auto* tensor = tensor_named<DLManagedTensor>(capsule, {"dltensor", "numpy_dltensor"})) {
+    return tensor;
+  }
+  return tensor_named<DLManagedTensorVersioned>(capsule,
+                                                {"dltensor_versioned", "numpy_dltensor_versioned"});
+}
+
+}  // namespace zbp
