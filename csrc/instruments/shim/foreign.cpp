@@ -44,12 +44,9 @@ const at::Tensor* tensor_named(PyObject* capsule, std::array<const char*, 2> nam
 using FunctionContext = c10::InefficientStdFunctionContext;
 
 const FunctionContext* function_behind(c10::StorageImpl& storage) {
-  static const auto* const made_here =
-      new c10::DataPtr(FunctionContext::makeDataPtr(nullptr, [](void*) {}, c10::kCPU));
-  const c10::DataPtr& data = storage._mutable_data_ptr_no_checks();
-  return data.get_deleter() == made_here->get_deleter()
-             ? static_cast<const FunctionContext*>(data.get_context())
-             : nullptr;
+  static const c10::DeleterFnPtr deleter =
+      FunctionContext::makeDataPtr(nullptr, [](void*) {}, c10::kCPU).get_deleter();
+  return storage._mutable_data_ptr_no_checks().cast_context<const FunctionContext>(deleter);
 }
 
 PyObject* captured_by(const FunctionContext* context) {

@@ -40,11 +40,6 @@ void note_alloc(const void* data, size_t bytes) {
   zbp_tally_alloc(zbp_tap_tally(), number_of(data), bytes, trace);
 }
 
-/// Before the block is freed: afterwards another thread may be given its address.
-void note_free(const void* data) {
-  zbp_tally_free(zbp_tap_tally(), number_of(data));
-}
-
 /// Around the context of a block whose deleter needs one.
 struct Context {
   void* data;
@@ -54,7 +49,7 @@ struct Context {
 
 void free_context(void* context) {
   const std::unique_ptr<Context> c(static_cast<Context*>(context));
-  note_free(c->data);
+  zbp_tally_free(zbp_tap_tally(), number_of(c->data));
   c->deleter(c->inner);
 }
 
@@ -87,7 +82,7 @@ std::array<Tap, SLOTS>& taps() {
 
 template <size_t slot>
 void free_block(void* data) {
-  note_free(data);
+  zbp_tally_free(zbp_tap_tally(), number_of(data));
   taps()[slot].inner_deleter(data);
 }
 
