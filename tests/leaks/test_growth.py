@@ -55,6 +55,35 @@ def test_growth_counts_and_names_what_grows():
         growth.step()
 
 
+def test_what_no_place_explains_is_said_with_its_numbers():
+    gone = []
+    with Growth() as growth:
+        for _ in range(12):
+            gone.append(torch.ones(2))
+            KEPT.append(torch.ones(4))
+            growth.step()
+        gone.clear()
+        told, (*_, rest) = growth.grown()[0], growth.grown()
+    assert told.held_by[0].startswith(f">> module global {__name__}.KEPT (")
+    assert told.bytes == 10 * 16 and rest.leaks == []
+    said = "memory that none of the tensors explains, 6 more tensors since step 6, 48 more bytes since step 6:"
+    assert str(rest) == f"{said}\n    nobody that can be seen"
+
+
+@pytest.mark.parametrize("most", [5, None])
+def test_a_full_queue_hides_nothing_that_grows_beside_it(most):
+    queue, held = collections.deque(maxlen=most), {"larger": torch.ones(0)}
+
+    def step():
+        queue.append(torch.ones(256))
+        if len(queue) > 5:
+            queue.popleft()
+        held["larger"] = torch.cat([held["larger"], torch.ones(256)])
+
+    _, (grown, *_), _ = grow(step, 40)
+    assert grown.is_larger and grown.held_by[0].lstrip(" >").startswith("variable held of ")
+
+
 def keeping(kept, what=lambda: torch.ones(4), let_go=lambda kept: None):
     """A step that lets go of something and keeps something."""
     KEPT.append(kept)

@@ -1,8 +1,10 @@
 """The verdict follows the table: what rises is told with its holder, and the same training that lets go of it is clean."""
 
+import random
 import sys
 
 import pytest
+from support.places import CLEAN, LEAKS, each, requests
 from support.processes import python
 
 from zbpipe._cli import main
@@ -341,3 +343,44 @@ def test_there_is_one_report_whatever_the_script_does_to_its_output(how, tmp_pat
     done = python("-m", "zbpipe", "leaks", "--error", "train.py", cwd=tmp_path, OMP_NUM_THREADS="1")
     assert done.returncode == 3, done.stderr
     assert (done.stdout + done.stderr).count("zbpipe leaks: 14 steps") == 1
+
+
+PLACES = """
+class Place(dict):
+    def turn(self, plan, size, step):
+        for at, (born, end) in enumerate(plan):
+            if born == step:
+                self[at] = torch.zeros(size, dtype=torch.uint8)
+            elif end == step:
+                del self[at]
+"""
+FAMILIES = {f"place_{at}": family for at, family in enumerate([*LEAKS.values(), each(10), requests, *CLEAN.values()])}
+LEAKING = {place for place, family in FAMILIES.items() if family not in CLEAN.values()}
+
+
+@pytest.mark.parametrize("are_clean", [True, False], ids=["clean", "clean and leaky"])
+@pytest.mark.parametrize("seed", range(3))
+def test_places_of_all_families_at_once(run, seed, are_clean):
+    """Each stands for itself, whatever its items' sizes: from 4 bytes to a megabyte."""
+    chance = random.Random(seed)
+    setup, turns = PLACES, []
+    for place, family in FAMILIES.items():
+        plan, size = family(60, chance), int(4 * 2 ** chance.uniform(0, 18))
+        if not (are_clean and place in LEAKING):
+            setup += f"{place} = Place()\n"
+            turns.append(f"{place}.turn({plan}, {size}, i - 1)")
+    status, said = run(script(setup, "; ".join(turns), steps=62), "--steps", "60")
+    marked = {
+        line.split(GLOBAL)[1].split()[0] for line in said.partition("and may be")[0].splitlines() if GLOBAL in line
+    }
+    assert marked == (set() if are_clean else LEAKING), said
+    assert status == (0 if are_clean else 3)
+
+
+def test_what_is_made_anew_beside_a_larger_leak_is_told_too(run):
+    setup, keeps, let_go, marked, words = KINDS["made anew"]
+    both = f"{keeps}; kept += [y.clone() for _ in range(3)]"
+    status, said = run(script(f"{setup}\nkept = []", both, steps=40))
+    assert status == 3 and f"{GLOBAL}kept" in said and marked in said and words in said, said
+    status, said = run(script(f"{setup}\nkept = []", both, let_go, steps=40))
+    assert f"{GLOBAL}kept" in said and marked not in said, said

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from zbpipe import _C, memory
-from zbpipe.memory import _export  # what the picture is made of
+from zbpipe.memory import _export, _peak  # what the picture is made of, and who searches
 
 HERE = os.path.relpath(__file__)  # as a place of the program is told
 LINE = sys._getframe().f_lineno
@@ -113,6 +113,29 @@ def test_random_blocks_against_a_naive_replay():
         assert (row.holder is not None) == bool(alive)
 
 
+def test_phases_that_overlap_and_many_of_them():
+    with memory.record("cpu:0", trace=True) as rec:
+        assert rec.device == torch.device("cpu")
+        first, second = rec.phase("first"), rec.phase("second\nof two")
+        kept = [torch.ones(1)]
+        first.__enter__()
+        kept.append(torch.ones(2))
+        second.__enter__()
+        kept.append(torch.ones(4))
+        first.__exit__(None, None, None)
+        kept.append(torch.ones(8))
+        second.__exit__(None, None, None)
+        kept.append(torch.ones(16))
+        for number in range(300):
+            with rec.phase("many", microbatch=number):
+                kept.append(torch.ones(32))
+    found = sorted((row.bytes, row.phase) for row in rec.at_peak)
+    second = "second\nof two"
+    assert found == [(4, ""), (8, "first"), (16, second), (32, second), (64, ""), (38400, "many microbatches 0 to 299")]
+    assert all(row.holder.blame.text.startswith("variable kept of ") for row in rec.at_peak)
+    assert "second of two" in str(rec)
+
+
 def test_memory_that_nobody_knows_a_tensor_of():
     with memory.record(trace=True) as rec:
         hidden = torch.ones(50).__dlpack__()
@@ -151,7 +174,17 @@ def test_nothing_is_traced_afterwards():
     assert _C.trace_of(trace) == []
 
 
-def test_an_error_in_the_block_goes_on():
+def test_an_error_in_the_block_goes_on_and_one_of_ours_is_said(monkeypatch):
+    def fail(*_, **__):
+        raise ZeroDivisionError("planted")
+
+    with pytest.raises(OSError), memory.record(trace=True) as rec:  # noqa: PT012, PT011
+        monkeypatch.setattr(_peak, "search", fail)
+        kept = torch.ones(3)
+        raise OSError
+    with pytest.raises(RuntimeError, match=r"^at_peak is not known: ZeroDivisionError: planted$"):
+        _ = rec.at_peak
+    monkeypatch.undo()
     with pytest.raises(ZeroDivisionError), memory.record(trace=True) as rec:  # noqa: PT012
         kept = torch.ones(3)
         1 / 0  # noqa: B018

@@ -58,7 +58,7 @@ class Grown:
         if self.nodes:
             return f"a graph of {self.nodes} autograd nodes{known}:"
         if not self.leaks:
-            return "memory that none of the tensors explains:"
+            return f"memory that none of the tensors explains{known}:"
         when = f" from steps {self.steps[0]} to {self.steps[-1]}"
         when = ", larger than any of earlier steps" if self.is_larger else when
         return f"{count} tensor{'s' * (count > 1)} ({self.bytes} bytes){when}{known}:"

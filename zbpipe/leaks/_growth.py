@@ -18,7 +18,7 @@ import gc
 import weakref
 from collections import Counter
 from contextlib import ExitStack
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 
 import torch
 
@@ -173,12 +173,13 @@ class Growth:
             entry.key, (entry.born, entry.size) = key, self._living.get(key, (0, 0))
             if entry.born:
                 (bounded if entry.leak.storage in windows else others).append(entry)
-        piles, passing, anew, grown = list[Group](), list[Group](), list[Group](), list[Grown]()
+        told, passing, anew, grown = list[Group](), list[Group](), list[Group](), list[Grown]()
         for group in groups_of(others):
             judged = self._verdict(group.place, [entry.born for entry in group.found])
+            (told if judged.leaks or judged.passes else anew).append(group)
             if counted := [entry for entry in group.found if 1 < entry.born <= judged.until]:
                 group = group._replace(found=counted)
-            (piles if judged.leaks else passing if judged.passes else anew).append(group)
+            passing += [group] if judged.passes else []
             grown += [grown_of(group, "" if judged.lost else None)] if judged.leaks else []
         now = len(self.counts)
         self._searches_often = self._searches_often and result.visited < _MANY
@@ -194,10 +195,9 @@ class Growth:
         if {"counts", "bytes"} & {*rising}:
             self.filling = [grown_of(group, "") for group in filling] + [grown_of(group, PASSING) for group in passing]
             self.filling.sort(key=lambda group: -group.bytes)
-        if not self._explain([*filling, *passing, *piles], rising):
+        if rest := self._rising_beside([*filling, *told], rising):
             sizes = Counter(entry.size for entry in (*bounded, *others))
-            grown += self._made_anew(anew, sizes, "counts" not in rising)
-            grown = grown or [Grown()]
+            grown += self._made_anew(anew, sizes, "counts" not in rest) or [Grown(known=", ".join(rest.values()))]
         if any(entry.rank == "cycle" or entry.excused for entry in result.found):
             self.cycles = result.cycles
         return sorted(grown, key=lambda group: (group.is_of_library, -group.bytes))
@@ -223,14 +223,23 @@ class Growth:
         now = len(self.counts)
         return sum(key not in self._placed and step < now for key, (step, _) in self._living.items())
 
-    def _explain(self, groups: list[Group], rising: list[str]) -> bool:
-        """Whether what they have gained since the middle is at least half of what rose."""
-        middle = len(self.counts) // 2
-        gained = [entry.size for group in groups for entry in group.found if entry.born > middle]
-        tensors, size = (now[-1] - now[middle - 1] for now in (self.counts, self.bytes))
-        if "counts" in rising and 2 * len(gained) < tensors:
-            return False
-        return "bytes" not in rising or 2 * sum(gained) >= size
+    def _rising_beside(self, groups: list[Group], rising: list[str]) -> dict[str, str]:
+        """What rises beside these groups, and how much since the middle, in words: they have gained less than half of
+        it, or what they do not have rises by itself. What the last step made may hang there only after the next."""
+        now, found = len(self.counts), {}
+        middle = now // 2
+        entries = [entry for group in groups for entry in group.found]
+        for name, unit, values in (("counts", "tensors", self.counts), ("bytes", "bytes", self.bytes)):
+            born = Counter[int]()
+            for entry in entries:
+                born[entry.born] += 1 if name == "counts" else entry.size
+            had = [*accumulate(born[step] for step in range(1, now + 1))]
+            rose, gained = (numbers[-1] - numbers[middle - 1] for numbers in (values, had))
+            rest = [value - part for value, part in zip(values, had, strict=True)][:-1]
+            is_most = 2 * gained < rose
+            if name in rising and (is_most or (gained < rose and rises(rest) >= enough(now))):
+                found[name] = f"{rose - gained} more {unit} since step {middle}"
+        return found
 
     def _made_anew(self, groups: list[Group], now: Counter[int], is_larger: bool) -> list[Grown]:
         """What has become more of its size since the middle, without what is less than a tenth of the largest."""

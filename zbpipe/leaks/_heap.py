@@ -73,22 +73,24 @@ class Heap:
     def explore(self, begin: int = 0) -> None:
         """Looks at all things from a place on, and at all that these hold."""
         things, parents, place, special = self.things, self.parents, self.place, self._special
-        referents, kind_of = gc.get_referents, self._kinds.get
+        referents, kind_of, skipped, plain = gc.get_referents, self._kinds.get, _SKIPPED, _PLAIN
         for at, thing in enumerate(islice(things, begin, None), begin):  # which becomes longer meanwhile
             if at in special:
                 for reference in self.references(thing):
                     self._meet_reference(*reference, at)
                 continue
             for held in referents(thing):
+                kind = kind_of(id(type(held)))
+                if kind == skipped:
+                    continue
                 key = id(held)
                 if key in place:  # all but tensors and nodes, which are there by their handles
                     continue
-                kind = kind_of(id(type(held)))
-                if kind == _PLAIN:
+                if kind == plain:
                     place[key] = len(things)
                     things.append(held)
                     parents.append(at)
-                elif kind != _SKIPPED:
+                else:
                     self._meet(held, at)
 
     def explore_rest(self, listed: list[Any]) -> None:

@@ -46,8 +46,9 @@ def record(
             tensors since the recording began, each with its holders. Beside it lie the trace and, if matplotlib is
             installed, the picture. One log line of "zbpipe" says where.
 
-        trace: True remembers the line that made each block, at about 0.4 microseconds a block on the CPU. When the
-            block ends, :attr:`Recording.at_peak` is made: what lived at the peak, by phase and line, and who holds it.
+        trace: True remembers the line that made each block, at about 0.4 microseconds a block on the CPU, and more
+            where the stack is deep. When the block ends, :attr:`Recording.at_peak` is made, which takes seconds: what
+            lived at the peak, by phase and line, and who holds it.
 
     Returns:
         A recording, to be entered once; see :class:`Recording`.
@@ -66,6 +67,7 @@ def record(
         ``torch.cuda.memory``'s history and snapshots (pytorch.org/memory_viz), for the CPU, and with the phases in it.
     """
     place = torch.device(device)
+    place = torch.device("cpu") if place.type == "cpu" else place  # a tensor's device is never cpu:0
     if not isinstance(max_events, int) or max_events < 0:
         refused = ValueError if isinstance(max_events, int) else TypeError
         raise refused(f"max_events is {argument(max_events)}; expected the number of events to keep, or 0 for no log")

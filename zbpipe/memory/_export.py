@@ -150,7 +150,7 @@ def peak_table(rows: Sequence[AtPeak]) -> str:
     for row in rows[:SHOWN_AT_PEAK]:
         blame = row.holder.blame if row.holder is not None else None
         held = f"{row.alive}, {blame or 'nothing that can be seen'}" if row.alive else "0"
-        cells.append((row.phase, row.created or "", held, str(row.blocks), unit(row.bytes)))
+        cells.append((short(row.phase, 60), row.created or "", held, str(row.blocks), unit(row.bytes)))
     left = rows[SHOWN_AT_PEAK:]
     more = f"\nand {unit.words(sum(row.bytes for row in left))} in {len(left)} smaller rows" if left else ""
     return table(("made in", "at", "alive at the end, and held by", "blocks", unit.name), cells, left=3) + more

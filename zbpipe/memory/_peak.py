@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
+from typing import Any
 
 from zbpipe import _C
 from zbpipe.leaks._alike import numbered_spans
@@ -72,13 +73,16 @@ def _blocks_at_peak(log: Log) -> list[_Block]:
 
 def _phases(marks: Marks, ended: Ended) -> Callable[[int, int], tuple[str, int | None, int | None]]:
     """For a span between marks and a thread the innermost phase: one of that thread, else one of any."""
+    begins, ends = {phase[3]: phase for phase in ended}, {phase[4]: phase for phase in ended}
+    around, now = list[Ended](), list[Any]()  # what goes on in each span, as it began
+    for mark in range(len(marks.events)):
+        now = [phase for phase in now if phase is not ends.get(mark)]
+        now += [begins[mark]] if mark in begins else []
+        around.append(now)
 
-    @cache
     def phase_of(span: int, thread: int) -> tuple[str, int | None, int | None]:
-        around = [
-            (marks.thread[phase[3]] == thread, phase[3], phase[:3]) for phase in ended if phase[3] <= span < phase[4]
-        ]
-        return max(around, key=lambda found: found[:2])[2] if around else ("", None, None)
+        own = [phase for phase in around[span] if marks.thread[phase[3]] == thread]
+        return next((phase[:3] for phase in reversed(own or around[span])), ("", None, None))
 
     return phase_of
 

@@ -59,6 +59,7 @@ class Recording:
     ) -> None:
         self.device, self._is_traced = device, trace
         self._at_peak: list[AtPeak] | None = None
+        self._why_no_peak = "the recording did not trace; use record(trace=True)"
         self._log, self._max_events = log, max_events
         self._folder = None if folder is None else pathlib.Path(folder).absolute()  # the program may leave this one
         self._report: Callable[[Recording, BaseException | None], None] | None = None
@@ -98,13 +99,13 @@ class Recording:
                     if not method.recordings:
                         del vars(stage)[name]
                         vars(stage).update({} if method.before is None else {name: method.before})
-        self._log.mark()
-        displaced = self._log.stop()
-        if self._is_traced:
-            try:
+        with contextlib.ExitStack() as end:
+            if self._is_traced:
+                end.callback(_C.trace_stop)
+            self._log.mark()
+            displaced = self._log.stop()
+            if self._is_traced:
                 self._look_at_the_peak()
-            finally:
-                _C.trace_stop()
         report, self._report = self._report, None
         if report is not None:
             report(self, error)
@@ -122,8 +123,10 @@ class Recording:
         if getattr(self._log, "unreadable", "") or self._log.counters()["dropped"]:
             return
         trace_of = getattr(self._log, "trace_of", _C.trace_of)
-        with contextlib.suppress(MemoryError):  # a program's own may be on its way
+        try:
             self._at_peak = at_peak(self._log, self._marks, self._ended, str(self.device), trace_of)
+        except Exception as failed:  # the program's own, for want of memory say, may be on its way
+            self._why_no_peak = f"{type(failed).__name__}: {failed}"
 
     def phase(
         self, kind: str, *, stage: int | None = None, microbatch: int | None = None
@@ -281,8 +284,7 @@ class Recording:
         """
         self._whole_log("at_peak")
         if self._at_peak is None:
-            why = "there was no memory to work it out" if self._is_traced else "the recording did not trace"
-            raise RuntimeError(f"at_peak is not known: {why}; use record(trace=True), and less at the block's end")
+            raise RuntimeError(f"at_peak is not known: {self._why_no_peak}")
         return self._at_peak
 
     def plot(self, path: Path, title: str = "") -> None:

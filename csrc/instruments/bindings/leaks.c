@@ -93,8 +93,7 @@ static PyObject *trace_stop(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ign
 
 PyDoc_STRVAR(trace_of_doc,
              "trace_of(trace, /)\n--\n\n"
-             "Where a block comes from, by its number: list of (file, function, line),\n"
-             "innermost first.");
+             "Where a block comes from: list of (file, function, line), innermost first.");
 
 static PyObject *trace_of(PyObject *Py_UNUSED(module), PyObject *trace)
 {

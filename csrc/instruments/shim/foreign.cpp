@@ -61,21 +61,24 @@ PyObject* captured_by(const FunctionContext* context) {
 // (torch/csrc/utils/tensor_numpy.cpp). It is known by an example, which must have captured its own.
 PyObject* numpy_array_of(c10::StorageImpl& storage) {
   static const FunctionContext* known = nullptr;
-  const FunctionContext* const context = function_behind(storage);
-  PyObject* const numpy = PyDict_GetItemString(PyImport_GetModuleDict(), "numpy");
-  if (context && numpy && !known) {
-    THPObjectPtr array = checked(PyObject_CallMethod(numpy, "zeros", "i", 1));
-    at::Tensor example = torch::utils::tensor_from_numpy(array);
-    auto* const its = storage_in(*example.unsafeGetTensorImpl());
-    if (const auto* found = its ? function_behind(*its) : nullptr;
-        found && captured_by(found) == array.get()) {
-      known = found;
-      example.unsafeReleaseTensorImpl();  // never destroyed
+  static bool is_tried = false;
+  const FunctionContext* const its = function_behind(storage);
+  if (its && !is_tried && PyDict_GetItemString(PyImport_GetModuleDict(), "numpy")) {
+    is_tried = true;
+    try {
+      static char memory = 0;
+      THPObjectPtr array =
+          checked(torch::utils::tensor_to_numpy(at::from_blob(&memory, {1}, at::kChar)));
+      static at::Tensor& example = *new at::Tensor(torch::utils::tensor_from_numpy(array));
+      const auto* const found = function_behind(*storage_in(*example.unsafeGetTensorImpl()));
+      known = found && captured_by(found) == array.get() ? found : nullptr;
+    } catch (const std::exception&) {  // torch cannot use this numpy
+      PyErr_Clear();
     }
   }
-  const bool is_arrays =
-      context && known && context->deleter_.target_type() == known->deleter_.target_type();
-  return is_arrays ? captured_by(context) : nullptr;
+  return known && its && its->deleter_.target_type() == known->deleter_.target_type()
+             ? captured_by(its)
+             : nullptr;
 }
 
 const at::Tensor* tensor_of_capsule(PyObject* capsule) {

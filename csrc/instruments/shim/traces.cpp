@@ -13,9 +13,9 @@
 #include "shim/torch/gil.h"
 #include "shim/torch/python.h"
 
-namespace zbp {
-
 namespace {
+
+using namespace zbp;
 
 /// Innermost first: each frame's code, which Traces owns, and its instruction. No variable is kept.
 using Stack = std::vector<std::pair<PyCodeObject*, int>>;
@@ -35,10 +35,6 @@ Traces& traces() {
 }
 
 }  // namespace
-
-}  // namespace zbp
-
-using namespace zbp;
 
 void zbp_trace_start(void) {
   ++traces().tracers;
