@@ -8,8 +8,8 @@ import threading
 import pytest
 import torch
 
-from zbpipe import _C, memory
-from zbpipe.memory import _export, _peak  # what the picture is made of, and who searches
+from zbpipe import _C, memory  # the blocks of memory and their traces
+from zbpipe.memory import _export, _peak  # what the picture is made of, and who searches for holders
 
 HERE = os.path.relpath(__file__)  # as a place of the program is told
 LINE = sys._getframe().f_lineno

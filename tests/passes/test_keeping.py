@@ -200,6 +200,14 @@ def computed_weight(m, x):
     return x @ c + x @ gives(m.w, m.t, lambda w, t, g: (m.pair[0].copy_(g @ t.t()), m.pair[1].copy_(w.t() @ g)))
 
 
+def handed_on(computed, write=written):
+    """A Function keeps what it returns for a weight that another node computes and hands the gradient on to."""
+    return lambda m, x: gives(x, computed(m), lambda x, w, g: (g @ w.t(), write(m.square, x.t() @ g)))
+
+
+handed_through = handing_through(lambda w: w.clone(), lambda grad: grad)
+
+
 def constant(m, x):
     """Of the input: the Function's slope, made once."""
     slope = handing_through(lambda x: (x * 2).sum(), lambda grad: m.rows.fill_(2.0).mul_(grad))
@@ -235,6 +243,12 @@ KEPT = {
     "module hook on the input": module_hook("register_full_backward_hook", is_first=True),
     "hook on a weight": hook_on_a_weight,
     "computed weights": computed_weight,
+    "handed on by a sum": handed_on(lambda m: m.w + m.w),
+    "handed on by a sum, past the counter": handed_on(lambda m: m.w + m.u, past_the_counter),
+    "handed on by a sum of views": handed_on(lambda m: (m.w.t() + m.u).view(WIDTH, WIDTH), past_the_counter),
+    "handed on by a stack": handed_on(lambda m: torch.stack([m.w, m.u])[1], past_the_counter),
+    "handed on by a Function": handed_on(lambda m: handed_through(m.w), past_the_counter),
+    "handed on by a Function to a sum": handed_on(lambda m: handed_through(m.w + m.u), past_the_counter),
     "handed over": handing,
 }
 

@@ -45,7 +45,7 @@ class AddsItself(Product):
         count(ctx, stage)
         x, w = ctx.saved_tensors
         if ctx.needs_input_grad[1]:
-            getattr(stage, name).main_grad.add_(x.t() @ grad)
+            getattr(stage, name).main_grad.add_((x.t() @ grad).detach())  # as a kernel does
         return grad @ w.t(), None, None
 
 

@@ -63,12 +63,11 @@ PyObject* numpy_array_of(c10::StorageImpl& storage) {
   static const FunctionContext* known = nullptr;
   static bool is_tried = false;
   const FunctionContext* const its = function_behind(storage);
-  if (its && !is_tried && PyDict_GetItemString(PyImport_GetModuleDict(), "numpy")) {
+  PyObject* const numpy = PyDict_GetItemString(PyImport_GetModuleDict(), "numpy");
+  if (its && numpy && !is_tried) {
     is_tried = true;
     try {
-      static char memory = 0;
-      THPObjectPtr array =
-          checked(torch::utils::tensor_to_numpy(at::from_blob(&memory, {1}, at::kChar)));
+      THPObjectPtr array = checked(PyObject_CallMethod(numpy, "ndarray", "i", 1));
       static at::Tensor& example = *new at::Tensor(torch::utils::tensor_from_numpy(array));
       const auto* const found = function_behind(*storage_in(*example.unsafeGetTensorImpl()));
       known = found && captured_by(found) == array.get() ? found : nullptr;

@@ -1,4 +1,5 @@
-/* zbp_traces.h - where blocks of memory come from: the Python stacks that asked for them, by number.
+/* zbp_traces.h - where blocks of memory come from: by number, the Python stacks that asked for
+ * them.
  *
  * Threads: any. What is kept is touched with the GIL alone.
  */
@@ -12,7 +13,7 @@
 
 ZBP_BEGIN_C
 
-/* From start to stop (they nest) each stack that asks for a block is kept once, until the last stop.
+/* From start to stop (they nest) each stack that asks for a block is kept once, to the last stop.
  * With the GIL. */
 void zbp_trace_start(void);
 void zbp_trace_stop(void);

@@ -230,7 +230,7 @@ variable_list StandIn::run_whole(Task& task, variable_list&& grads,
                                  SmallVector<uint32_t, 2>& somebodys) {
   Node& node = *original_;
   const bool is_functions = !is_generated(node);
-  const CameIn came_in(is_functions ? grads : variable_list());
+  const CameIn came_in(grads);
   variable_list weights(group_->adds_to_main_grad && is_functions ? node.num_outputs() : 0);
   for (size_t f = 0; f < task.face.size() && !weights.empty(); ++f) {
     if (const int32_t w = task.plan(f).weight; w >= 0) {
@@ -245,7 +245,8 @@ variable_list StandIn::run_whole(Task& task, variable_list&& grads,
     if (!grad.defined()) {
       continue;
     }
-    if (is_functions && !came_in.has(grad)) {
+    // What a node hands on may have come from a Function that keeps it.
+    if (is_functions || came_in.has(grad)) {
       somebodys.push_back(task.plan().face_begin + static_cast<uint32_t>(f));
     }
     task.face[f].grad = Kept(grad);
