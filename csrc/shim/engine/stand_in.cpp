@@ -1,5 +1,6 @@
 #include "shim/engine/stand_in.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include <torch/csrc/autograd/cpp_hook.h>
@@ -230,6 +231,8 @@ variable_list StandIn::run_whole(Task& task, variable_list&& grads,
                                  SmallVector<uint32_t, 2>& somebodys) {
   Node& node = *original_;
   const bool is_functions = !is_generated(node);
+  const bool is_weights = std::none_of(next_edges().begin(), next_edges().end(),
+                                       [](const Edge& edge) { return edge.is_valid(); });
   const CameIn came_in(grads);
   variable_list weights(group_->adds_to_main_grad && is_functions ? node.num_outputs() : 0);
   for (size_t f = 0; f < task.face.size() && !weights.empty(); ++f) {
@@ -245,8 +248,7 @@ variable_list StandIn::run_whole(Task& task, variable_list&& grads,
     if (!grad.defined()) {
       continue;
     }
-    // What a node hands on may have come from a Function that keeps it.
-    if (is_functions || came_in.has(grad)) {
+    if (came_in.has(grad) ? is_weights : is_functions) {
       somebodys.push_back(task.plan().face_begin + static_cast<uint32_t>(f));
     }
     task.face[f].grad = Kept(grad);

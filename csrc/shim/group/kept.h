@@ -5,7 +5,8 @@
 // Note [Whose memory a gradient has]
 // What a Function or a hook returns is copied, if somebody else has its memory (Holders). The time
 // is when an ordinary backward has used it: what hooks return at once; a weight's gradient when the
-// last one of this backward has come. What came in and goes out again is not copied (CameIn).
+// last one of this backward has come. What came in and goes out again is not copied (CameIn), but
+// for what a node that computes a weight hands on: a Function before it may keep that.
 //
 // Note [Streams]
 // A task runs on its node's stream, or where the node had none on that of what it keeps, whichever
@@ -136,8 +137,7 @@ class CameIn {
   explicit CameIn(c10::ArrayRef<at::Tensor> grads);
   bool has(const at::Tensor& grad) const;
   /// Gives those of the returned gradients memory of their own that did not come in, and that
-  /// somebody else has, too.
-  /// `known`: other references to what is returned.
+  /// somebody else has, too. `known`: other references to what is returned.
   void own(variable_list& returned, c10::ArrayRef<at::Tensor> known = {}) const;
 
  private:
