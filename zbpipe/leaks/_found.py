@@ -17,7 +17,7 @@ from zbpipe.leaks._results import Cycle, Holder, Leak, is_a_librarys_own
 from zbpipe.leaks._ways import Ways, is_part
 from zbpipe.leaks._words import Words
 
-_OWN_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+OWN_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _PERHAPS_HELD_BY = 3  # works that are named
 _NO_FACTS: tuple[tuple[int, ...], str, int] = ((), "", 0)
 UNSEEN = "C or C++ that cannot be seen"
@@ -223,7 +223,7 @@ def _in_an_array(storage: _C.Handle, held: int) -> str:
 
 def created_at(trace: Sequence[tuple[str, str, int]]) -> str | None:
     """The innermost line that is neither torch's nor ours; else the innermost."""
-    outside = [entry for entry in trace if not entry[0].startswith(_OWN_CODE)]
+    outside = [entry for entry in trace if not entry[0].startswith(OWN_CODE)]
     return next((_python.place(filename, line) for filename, _, line in outside or trace), None)
 
 

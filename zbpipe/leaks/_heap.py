@@ -107,8 +107,10 @@ class Heap:
             yield from ((one, None, False) for one in self.held[id(thing)])
             return
         if type(thing) is _C.Handle:
+            if thing.kind == "storage":  # a numpy array behind it counts as nothing that it holds
+                return
             yield from _C.references_of(thing)
-            thing = thing.object if thing.kind != "storage" else None
+            thing = thing.object
             if thing is None:
                 return
             # Its attributes may lie in it, until somebody asks for their dictionary.

@@ -80,7 +80,7 @@ def draw(title: str, device: str, phases: Sequence[Phase], events: Events, count
         rows.setdefault(name if name in rows or len(rows) < _MOST_ROWS else "more", []).append(phase)
     begin = min([time for time, _ in points[1:2]] + [p.begin_ns for p in phases], default=0)
     end = max([time for time, _ in points[-1:]] + [p.end_ns for p in phases])
-    most = max(level for _, level in points)
+    at, most = max(points, key=operator.itemgetter(1))
     size = Unit.of(most)
     bars = 0.2 * len(rows)
     figure = Figure(figsize=(12, 4.2 + bars), dpi=120, layout="constrained")
@@ -102,10 +102,9 @@ def draw(title: str, device: str, phases: Sequence[Phase], events: Events, count
             text = " ".join(f"{letter}{number}" for letter, number in numbers if number is not None)
             if text and width > _CHARACTER * len(text) * max(end - begin, 1) / _MS:
                 strip.text(left + width / 2, row + 0.5, text, ha="center", va="center", fontsize=6)
-    at = next(time for time, level in points if level == most) / _MS
-    axes.plot([at], [most / size.size], "o", color=_LINE, ms=4)
+    axes.plot([at / _MS], [most / size.size], "o", color=_LINE, ms=4)
     for part in (strip, axes):
-        part.axvline(at, color=_LINE, lw=0.8, ls=":")
+        part.axvline(at / _MS, color=_LINE, lw=0.8, ls=":")
     strip.set_yticks([row + 0.5 for row in range(len(rows))], list(rows), parse_math=False)
     strip.tick_params(bottom=False, labelbottom=False, left=False)
     strip.set_ylim(max(len(rows), 1), 0)

@@ -90,6 +90,16 @@ Marks = namedtuple("Marks", "time_ns events live peak allocated freed allocation
 """By a mark's number: its moment, the events before it, and from ``peak`` on what was seen from it to the next one."""
 
 
+class Ended(NamedTuple):
+    """A phase that has ended, with the numbers of its marks."""
+
+    kind: str
+    stage: int | None
+    microbatch: int | None
+    begin: int
+    end: int
+
+
 def phase_of(marks: Marks, kind: str, stage: int | None, microbatch: int | None, begin: int, end: int) -> Phase:
     times = {"begin_ns": marks.time_ns[begin] - marks.time_ns[0], "end_ns": marks.time_ns[end] - marks.time_ns[0]}
     lives = {"live_begin": marks.live[begin], "live_end": marks.live[end], "peak": max(marks.peak[begin:end])}

@@ -17,6 +17,7 @@ import torch
 
 from zbpipe import _C
 from zbpipe._formatting import in_words
+from zbpipe.leaks._found import OWN_CODE
 from zbpipe.leaks._search import Scope, search, storages_now
 from zbpipe.memory._log import ENDED
 
@@ -24,7 +25,6 @@ logger = logging.getLogger("zbpipe")
 
 _OF_THE_CPU = ("DefaultCPUAllocator: can't allocate memory", "not enough memory: you tried to allocate")
 _HOLDERS = 10  # that are described
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 def reporter(folder: Path) -> Callable[[Any, BaseException | None], None]:
@@ -93,7 +93,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 def _place_of(error: BaseException) -> str:
     """As " at train.py:12": the innermost line that is neither torch's nor ours."""
     lines = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
-    return next((f" at {file}:{line}" for file, line in reversed(lines) if not file.startswith(_LIBRARIES)), "")
+    return next((f" at {file}:{line}" for file, line in reversed(lines) if not file.startswith(OWN_CODE)), "")
 
 
 def _without_the_traceback(leak: Any) -> Any:

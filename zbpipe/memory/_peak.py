@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
-from typing import Any
 
 from zbpipe import _C
 from zbpipe.leaks._alike import numbered_spans
@@ -15,9 +14,8 @@ from zbpipe.leaks._found import created_at
 from zbpipe.leaks._results import Leak
 from zbpipe.leaks._search import Scope, search, storages_now
 from zbpipe.memory._export import SHOWN_AT_PEAK
-from zbpipe.memory._log import ALLOC, EVENT, FREE, AtPeak, Log, Marks, label
+from zbpipe.memory._log import ALLOC, EVENT, FREE, AtPeak, Ended, Log, Marks, label
 
-Ended = Sequence[tuple[str, int | None, int | None, int, int]]  # a phase's kind, stage, microbatch, and marks' numbers
 Trace = Sequence[tuple[str, str, int]]  # (file, function, line), innermost first
 
 
@@ -31,7 +29,9 @@ class _Block:
     is_alive: bool = True
 
 
-def at_peak(log: Log, marks: Marks, ended: Ended, device: str, trace_of: Callable[[int], Trace]) -> list[AtPeak]:
+def at_peak(
+    log: Log, marks: Marks, ended: Sequence[Ended], device: str, trace_of: Callable[[int], Trace]
+) -> list[AtPeak]:
     """What lived at the peak of a log that is whole, the most bytes first. The holders are those of this moment."""
     phase_of, place_of = _phases(marks, ended), cache(lambda trace: created_at(trace_of(trace)))
     rows: dict[tuple[str, int | None, str | None], list[tuple[_Block, int | None]]] = {}
@@ -71,17 +71,17 @@ def _blocks_at_peak(log: Log) -> list[_Block]:
     return [*there.values()]
 
 
-def _phases(marks: Marks, ended: Ended) -> Callable[[int, int], tuple[str, int | None, int | None]]:
+def _phases(marks: Marks, ended: Sequence[Ended]) -> Callable[[int, int], tuple[str, int | None, int | None]]:
     """For a span between marks and a thread the innermost phase: one of that thread, else one of any."""
-    begins, ends = {phase[3]: phase for phase in ended}, {phase[4]: phase for phase in ended}
-    around, now = list[Ended](), list[Any]()  # what goes on in each span, as it began
+    begins, ends = {phase.begin: phase for phase in ended}, {phase.end: phase for phase in ended}
+    around, now = list[list[Ended]](), list[Ended]()  # what goes on in each span, as it began
     for mark in range(len(marks.events)):
         now = [phase for phase in now if phase is not ends.get(mark)]
         now += [begins[mark]] if mark in begins else []
         around.append(now)
 
     def phase_of(span: int, thread: int) -> tuple[str, int | None, int | None]:
-        own = [phase for phase in around[span] if marks.thread[phase[3]] == thread]
+        own = [phase for phase in around[span] if marks.thread[phase.begin] == thread]
         return next((phase[:3] for phase in reversed(own or around[span])), ("", None, None))
 
     return phase_of

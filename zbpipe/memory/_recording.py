@@ -30,7 +30,7 @@ import torch
 from zbpipe import _C, passes
 from zbpipe._formatting import argument, in_words
 from zbpipe.memory._export import Path, draw, export, peak_table, phase_table
-from zbpipe.memory._log import ENDED, Allocation, AtPeak, Log, Marks, Phase, events_of, label, phase_of
+from zbpipe.memory._log import ENDED, Allocation, AtPeak, Ended, Log, Marks, Phase, events_of, label, phase_of
 from zbpipe.memory._stages import METHODS, Method, stages_in
 
 _PASSES = ("I", "W", "B")
@@ -64,7 +64,7 @@ class Recording:
         self._folder = None if folder is None else pathlib.Path(folder).absolute()  # the program may leave this one
         self._report: Callable[[Recording, BaseException | None], None] | None = None
         self._is_running = self._is_over = False
-        self._ended: list[tuple[str, int | None, int | None, int, int]] = []  # phases, with their marks' numbers
+        self._ended: list[Ended] = []
         self._lost = 0  # marks, for want of memory
         self._in_pass: set[int] = set()  # threads
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -120,11 +120,10 @@ class Recording:
     def _look_at_the_peak(self) -> None:
         from zbpipe.memory._peak import at_peak
 
-        if getattr(self._log, "unreadable", "") or self._log.counters()["dropped"]:
-            return
         trace_of = getattr(self._log, "trace_of", _C.trace_of)
         try:
-            self._at_peak = at_peak(self._log, self._marks, self._ended, str(self.device), trace_of)
+            log = self._whole_log("at_peak")
+            self._at_peak = at_peak(log, self._marks, self._ended, str(self.device), trace_of)
         except Exception as failed:  # the program's own, for want of memory say, may be on its way
             self._why_no_peak = f"{type(failed).__name__}: {failed}"
 
@@ -171,7 +170,7 @@ class Recording:
             if is_pass:
                 self._in_pass.discard(thread)
             if (end := self._mark()) is not None:
-                self._ended.append((kind, stage, microbatch, begin, end))
+                self._ended.append(Ended(kind, stage, microbatch, begin, end))
 
     def _mark(self) -> int | None:
         """The number of a mark that is made now, None outside of the recording."""
@@ -252,7 +251,7 @@ class Recording:
     @property
     def phases(self) -> list[Phase]:
         """The phases that have ended, in the order in which they began."""
-        ended, marks = sorted(self._ended, key=operator.itemgetter(3)), self._marks
+        ended, marks = sorted(self._ended, key=operator.attrgetter("begin")), self._marks
         return [phase_of(marks, *phase) for phase in ended]
 
     # ---- the log

@@ -63,8 +63,9 @@ PyObject* numpy_array_of(c10::StorageImpl& storage) {
   static const FunctionContext* known = nullptr;
   static bool is_tried = false;
   const FunctionContext* const its = function_behind(storage);
-  PyObject* const numpy = PyDict_GetItemString(PyImport_GetModuleDict(), "numpy");
-  if (its && numpy && !is_tried) {
+  PyObject* const numpy =
+      its && !is_tried ? PyDict_GetItemString(PyImport_GetModuleDict(), "numpy") : nullptr;
+  if (numpy) {
     is_tried = true;
     try {
       THPObjectPtr array = checked(PyObject_CallMethod(numpy, "ndarray", "i", 1));
