@@ -10,7 +10,8 @@ from zbpipe._C import ParamGroup
 
 # In the order of csrc/core/pass/zbp_layout.h and zbp_kind.h.
 _KINDS = ("product", "deferred", "whole", "root", "handed over")  # the last one is a whole node's, -1
-_WHYS = ["separable", "root", "post hook", "policy", "excluded", "function", "unknown", "packed", "matrices", "light"]
+_WHYS = ["separable", "root", "post hook", "policy", "excluded", "function", "unknown", "self-check"]
+_WHYS += ["packed", "matrices", "light"]
 
 
 def tasks_of(group: ParamGroup) -> list[tuple[Any, ...]]:
@@ -57,6 +58,7 @@ def place_of(node: str, kind: str, why: str, defer: str) -> tuple[str, str]:
         "policy": f"policy defer={defer!r}",
         "excluded": "policy exclude= names one of its parameters",
         "unknown": "the node is not known to compute its weights' gradients apart",
+        "self-check": "self-check: this torch computes the node's gradients otherwise than zbpipe",
         "packed": "the policy leaves what is checkpointed or packed to I (checkpoint)",
         "light": "a vector: policy defer='matrices'",
     }[why]

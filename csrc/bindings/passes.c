@@ -156,6 +156,14 @@ static PyObject *is_watched(PyObject *Py_UNUSED(module), PyObject *tensor)
     return zbp_or_raise(zbp_is_watched(tensor, &error), &error);
 }
 
+PyDoc_STRVAR(distrust_doc, "distrust(node_type, /)\n--\n\nNodes of this type run whole in I.");
+
+static PyObject *distrust(PyObject *Py_UNUSED(module), PyObject *node_type)
+{
+    zbp_error error = {0};
+    return zbp_or_raise(zbp_distrust(node_type, &error), &error);
+}
+
 /* ---- what Functions hand over in I: see zbpipe/_kernels/defer.py */
 
 PyDoc_STRVAR(defer_doc, "defer(function, weights, saved, /)\n--\n\n"
@@ -176,5 +184,6 @@ static PyObject *defer(PyObject *Py_UNUSED(module), PyObject *args)
 PyMethodDef zbp_passes_functions[] = {{"input_pass", input_pass, METH_VARARGS, input_pass_doc},
                                       {"weight_pass", weight_pass, METH_VARARGS, weight_pass_doc},
                                       {"is_watched", is_watched, METH_O, is_watched_doc},
+                                      {"distrust", distrust, METH_O, distrust_doc},
                                       {"defer", defer, METH_VARARGS, defer_doc},
                                       {NULL, NULL, 0, NULL}};

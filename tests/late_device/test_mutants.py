@@ -1,17 +1,14 @@
 """Faults planted in a copy of the sources, each of which the device that runs late must find."""
 
 import os
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from support import trees
+from support.trees import ROOT
 
-ROOT = Path(__file__).parents[2]
-COMPILER = shutil.which(os.environ.get("CXX", "c++"))
-
-pytestmark = [pytest.mark.long, pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")]
+pytestmark = [pytest.mark.long, trees.needs_a_compiler]
 
 KEPT = "csrc/shim/group/kept.cpp"
 CALL = "csrc/shim/weight/weight_call.cpp"
@@ -53,17 +50,6 @@ MUTANTS = {
 }
 
 
-def build(tree):
-    done = subprocess.run(
-        [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"],
-        cwd=tree,
-        env={**os.environ, "ZBPIPE_WERROR": "0"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-
-
 def passes(tree, cases):
     options = ("-c", ROOT / "pyproject.toml", "--rootdir", ROOT, "-q", "-x", f"late_device/{cases}_cases.py")
     done = subprocess.run(
@@ -79,15 +65,8 @@ def passes(tree, cases):
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
-    tree = tmp_path_factory.mktemp("mutants") / "tree"
-    names = ("csrc", "zbpipe", "hook", "setup.py", "pyproject.toml", "README.md", "LICENSE")
-    for name in names:
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        tree.mkdir(exist_ok=True)
-        copy(ROOT / name, tree / name)
-    for built in tree.glob("zbpipe/_native/torch_*"):
-        shutil.rmtree(built)
-    build(tree)
+    tree = trees.copy(tmp_path_factory.mktemp("mutants") / "tree")
+    trees.build(tree)
     return tree
 
 
@@ -98,11 +77,9 @@ def test_the_copy_is_right(tree):
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_planted_fault_is_found(tree, name):
     file, before, after, cases = MUTANTS[name]
-    text = (tree / file).read_text()
-    assert text.count(before) == 1, f"{file} has changed: plant the fault anew"
+    text = trees.plant(tree / file, before, after)
     try:
-        (tree / file).write_text(text.replace(before, after))
-        build(tree)
+        trees.build(tree)
         assert not passes(tree, cases)
     finally:
         (tree / file).write_text(text)

@@ -1,5 +1,5 @@
 """Say which zbpipe and which torch are installed here. Say also whether zbpipe
-knows this torch and the private parts of it that zbpipe uses, what
+knows this torch, its graphs and its private parts that zbpipe uses, what
 ZBPIPE_PATCH=1 would do here, what is patched, and the policy. The exit status
 is 1 if something would not work, also where zbpipe cannot be imported.
 """
@@ -18,6 +18,7 @@ import torch
 from zbpipe import _build, _native, get_policy, is_patched
 from zbpipe._first_aid import find_numpy, line
 from zbpipe._patch.env import OFF, ON, RELEASE_OUTPUTS
+from zbpipe._stage import self_check
 from zbpipe._torch import needs, probe
 from zbpipe._version import __version__
 
@@ -59,6 +60,9 @@ def run(everything: bool = False) -> int:
     except (ImportError, RuntimeError) as error:  # the hook raises where ZBPIPE_PATCH is neither on nor off
         line("private parts", "not looked at")
         faults.append(f"torch.distributed.pipelining cannot be imported: {error}")
+    differences = self_check.report()
+    line("graphs", "differ from what zbpipe knows" if differences else "as zbpipe knows them")
+    faults += differences
     for name in ("ZBPIPE_PATCH", RELEASE_OUTPUTS, "ZBPIPE_POLICY"):
         value = os.environ.get(name)
         line(name, "not set" if value is None else repr(value))

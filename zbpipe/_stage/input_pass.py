@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from zbpipe import _C
+from zbpipe._stage import self_check
 
 
 class BackwardError(RuntimeError):
@@ -13,6 +14,7 @@ class BackwardError(RuntimeError):
 
 def input_pass(*given: Any) -> tuple[tuple[torch.Tensor | None, ...], list[_C.ParamGroup]]:
     """``_C.input_pass``, but what its backward raised is raised as BackwardError."""
+    self_check.require(given[-1])
     result = _C.input_pass(*given)
     if isinstance(result, Exception):
         try:

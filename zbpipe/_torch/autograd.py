@@ -42,10 +42,15 @@ def cached_by_autocast() -> int:
     return torch.get_autocast_dtype("cpu").itemsize
 
 
+# Operations that torch.nn and einsum come down to.
+grouped_mm, unsafe_view = torch.ops.aten._grouped_mm, torch.ops.aten._unsafe_view
+reshape_alias = torch.ops.aten._reshape_alias
+
 # Base classes of Python objects around C++ tensors, storages and Functions; C++ nodes have classes of their own.
 NATIVE_CLASSES = (torch._C.TensorBase, torch.UntypedStorage, torch._C._FunctionBase)
 FUNCTION_NODE = torch._C._FunctionBase
 SAVED_TENSOR = torch._C._autograd.SavedTensor
+_RAW = "_raw_saved_"  # begins the names of the getters for what a node has saved
 
 
 # Tensors.
@@ -146,6 +151,29 @@ def leaves_behind(outputs: Iterable[torch.Tensor | GradientEdge]) -> Iterator[to
         pending += further
 
 
+def run_backward(
+    outputs: Iterable[torch.Tensor], grads: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """An ordinary backward that keeps the graph: the inputs' gradients. Unlike torch.autograd.grad it imports nothing,
+    and nobody has replaced it."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    return tuple(engine.run_backward(tuple(outputs), tuple(grads), True, False, tuple(inputs), accumulate_grad=False))
+
+
+def names_saved_by(node_type: str) -> list[str] | None:
+    """The names of what nodes of a type have saved, by torch's getters, in order; None if torch has no such type."""
+    cls = getattr(torch._C._functions, node_type, None)
+    names = (name for name in dir(cls) if name.startswith(_RAW))
+    return None if cls is None else sorted(name.removeprefix(_RAW) for name in names)
+
+
+def take_one_thread() -> None:
+    """Lets this thread, and no other, compute without further threads of OpenMP's."""
+    torch.get_num_threads()  # which may set the thread's own number, once
+    with contextlib.suppress(AttributeError):  # a torch without OpenMP
+        ctypes.CDLL(torch._C.__file__).omp_set_num_threads(1)
+
+
 _THROUGH = "zbpipe_through"  # a name in the thread's state, which runs of the engine take along to its threads
 _lock = threading.Lock()
 _passes = 0
@@ -194,13 +222,12 @@ def _run_through(run_backward: Callable[..., Any], outputs: Any, *args: Any, **k
 
 def saved_by(node: Node) -> Iterator[tuple[str, Any]]:
     """A node's saved tensors by name, each a SavedTensor of torch's; no hook runs."""
-    prefix = "_raw_saved_"
     for attribute in dir(type(node)):
-        if not attribute.startswith(prefix):
+        if not attribute.startswith(_RAW):
             continue
         try:
             saved = getattr(node, attribute)
         except RuntimeError:  # a backward has released it
             continue
         for one in saved if isinstance(saved, (tuple, list)) else [saved]:
-            yield attribute.removeprefix(prefix), one
+            yield attribute.removeprefix(_RAW), one

@@ -29,6 +29,7 @@ import torch
 
 from zbpipe import _C, passes
 from zbpipe._formatting import argument, in_words
+from zbpipe._stage import self_check
 from zbpipe.memory._export import Path, draw, export, peak_table, phase_table
 from zbpipe.memory._log import ENDED, Allocation, AtPeak, Ended, Log, Marks, Phase, events_of, label, phase_of
 from zbpipe.memory._stages import METHODS, Method, stages_in
@@ -74,6 +75,7 @@ class Recording:
     def __enter__(self) -> Recording:
         if self._is_running or self._is_over:
             raise RuntimeError("a recording can be entered once; call zbpipe.memory.record() again for another one")
+        self_check.look()  # whose tensors are not the program's
         self._log.start(gc.get_objects())
         if self._folder is not None:
             from zbpipe.memory._out_of_memory import reporter  # with which the leak tools come

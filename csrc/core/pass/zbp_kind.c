@@ -17,6 +17,8 @@ static uint8_t why_of(const zbp_fact *fact, zbp_sides sides, zbp_policy policy, 
         return ZBP_WHY_FUNCTION;
     if (fact->type == ZBP_TYPE_UNKNOWN)
         return ZBP_WHY_UNKNOWN;
+    if (fact->type == ZBP_TYPE_DISAGREES)
+        return ZBP_WHY_DISAGREES;
     if (stays_in_i(fact, policy))
         return ZBP_WHY_PACKED;
     if (policy.defer != ZBP_DEFER_ALL && !sides.has_matrix)

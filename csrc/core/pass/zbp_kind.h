@@ -43,6 +43,7 @@ typedef struct zbp_policy {
 /* What a split node's type is known to do. */
 enum {
     ZBP_TYPE_UNKNOWN,
+    ZBP_TYPE_DISAGREES, /* as unknown; it would be one of the others */
     ZBP_TYPE_FUNCTION,  /* a Python autograd Function */
     ZBP_TYPE_SEPARABLE, /* computes its gradients apart, as often as one likes */
     ZBP_TYPE_FACTORS,   /* likewise, and multiplies two tensors: its weights may be matrices */
@@ -93,6 +94,7 @@ enum {
     ZBP_WHY_EXCLUDED,  /* one of its weights is left to I by name */
     ZBP_WHY_FUNCTION,  /* a Python autograd Function */
     ZBP_WHY_UNKNOWN,   /* nobody knows that it computes its gradients apart */
+    ZBP_WHY_DISAGREES, /* this torch computes them otherwise */
     ZBP_WHY_PACKED,    /* checkpointed or offloaded, which the policy leaves to I */
     ZBP_WHY_MATRICES,  /* deferred: factors of a subclass, sparse, complex, conjugated or packed */
     ZBP_WHY_LIGHT      /* its weights are vectors, which the policy leaves to I */

@@ -22,6 +22,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "shim/torch/nodes.h"
+#include "shim/torch/names.h"
 #include "shim/torch/python.h"
 #include "shim/torch/saved_parts.h"
 
@@ -29,9 +30,11 @@ using namespace zbp;
 
 namespace {
 
-/// libtorch_python hides the type information of its hooks: they are told by name.
-bool is_named(const std::type_info& type, const char* name) {
-  return std::strcmp(type.name(), name) == 0;
+/// That of a C++ Function, whatever the Function is.
+bool is_cpp_function(const Node& node) {
+  std::string_view space = name_of<torch::autograd::CppNode<int>>();
+  space.remove_suffix(std::string_view("iEE").size());
+  return std::string_view(typeid(node).name()).substr(0, space.size()) == space;
 }
 
 /// Ours hold nothing.
@@ -43,25 +46,21 @@ bool is_ours(const std::type_info& type) {
 PyObject* dict_of(const torch::autograd::FunctionPreHook& hook) {
   using torch::autograd::PyFunctionPreHook;
   using torch::autograd::PyFunctionTensorPreHook;
-  if (is_named(typeid(hook), "N5torch8autograd23PyFunctionTensorPreHookE")) {
-    return static_cast<const PyFunctionTensorPreHook&>(hook).dict;
+  if (const auto* of_tensor = as_hidden<const PyFunctionTensorPreHook>(hook)) {
+    return of_tensor->dict;
   }
-  if (is_named(typeid(hook), "N5torch8autograd17PyFunctionPreHookE")) {
-    return static_cast<const PyFunctionPreHook&>(hook).dict;
-  }
-  return nullptr;
+  const auto* of_node = as_hidden<const PyFunctionPreHook>(hook);
+  return of_node ? of_node->dict : nullptr;
 }
 
 PyObject* dict_of(const torch::autograd::FunctionPostHook& hook) {
-  return is_named(typeid(hook), "N5torch8autograd18PyFunctionPostHookE")
-             ? static_cast<const torch::autograd::PyFunctionPostHook&>(hook).dict
-             : nullptr;
+  const auto* python = as_hidden<const torch::autograd::PyFunctionPostHook>(hook);
+  return python ? python->dict : nullptr;
 }
 
 PyObject* dict_of(const torch::autograd::PostAccumulateGradHook& hook) {
-  return is_named(typeid(hook), "N5torch8autograd32PyFunctionTensorPostAccGradHooksE")
-             ? static_cast<const torch::autograd::PyFunctionTensorPostAccGradHooks&>(hook).dict
-             : nullptr;
+  const auto* python = as_hidden<const torch::autograd::PyFunctionTensorPostAccGradHooks>(hook);
+  return python ? python->dict : nullptr;
 }
 
 template <class Hooks>
@@ -221,7 +220,7 @@ void add_contents(Node& node, References& references) {
         add_saved(saved, "saved tensor", index++, references);
       }
     }
-  } else if (std::strstr(typeid(node).name(), "CppNode")) {
+  } else if (is_cpp_function(node)) {
     references.add_unseen("what nodes of C++ Functions have saved");
   } else if (is_generated(node)) {
     const auto add_one = [&](const SavedVariable& saved, const char* name, int32_t i) {
@@ -248,11 +247,9 @@ void add_references(Node& node, bool passes_run, References& references) {
       references.add_unseen("nodes with C++ hooks");
     }
   }
-  if (const auto* anomaly = NodeParts::anomaly_of(node);
-      anomaly && is_named(typeid(*anomaly), "N5torch8autograd17PyAnomalyMetadataE")) {
-    auto* python = static_cast<torch::autograd::PyAnomalyMetadata*>(
-        const_cast<torch::autograd::AnomalyMetadata*>(anomaly));
-    references.add(python->dict(), "metadata");
+  auto* anomaly = const_cast<torch::autograd::AnomalyMetadata*>(NodeParts::anomaly_of(node));
+  if (auto* of_node = anomaly ? as_hidden<torch::autograd::PyAnomalyMetadata>(*anomaly) : nullptr) {
+    references.add(of_node->dict(), "metadata");
   }
   // Held by a thread that runs the node.
   if (const std::unique_lock<std::mutex> lock(NodeParts::mutex_of(node), std::try_to_lock); lock) {

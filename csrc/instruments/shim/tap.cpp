@@ -158,6 +158,7 @@ void install() {
     return;
   }
   Tap& tap = tap_of(current);
+  __sync_synchronize();  // c10 hands it to other threads by a plain store
   c10::SetAllocator(c10::kCPU, &tap);
   if (installed() != &tap) {
     refuse(PyExc_RuntimeError,

@@ -1,7 +1,6 @@
 #include "shim/engine/stand_in.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include <torch/csrc/autograd/cpp_hook.h>
 #include <torch/csrc/autograd/engine.h>
@@ -11,6 +10,7 @@
 
 #include "shim/torch/gil.h"
 #include "shim/torch/main_grad.h"
+#include "shim/torch/names.h"
 #include "shim/group/facts.h"
 #include "shim/group/saved.h"
 #include "shim/torch/nodes.h"
@@ -19,22 +19,16 @@ namespace zbp {
 
 namespace {
 
-/// By name, as libtorch does not export what a cast would ask for.
-template <class T>
-T* as_hook(torch::autograd::FunctionPreHook& hook, const char* name) {
-  return std::strstr(typeid(hook).name(), name) ? static_cast<T*>(&hook) : nullptr;
-}
-
 /// Which of its node's gradients a tensor's hook takes; nothing for a hook of another kind.
 const size_t* number_in(torch::autograd::FunctionPreHook& hook) {
   namespace ag = torch::autograd;
-  if (auto* python = as_hook<ag::PyFunctionTensorPreHook>(hook, "23PyFunctionTensorPreHook")) {
+  if (auto* python = as_hidden<ag::PyFunctionTensorPreHook>(hook)) {
     return &python->value_idx;
   }
-  if (auto* list = as_hook<ag::CppFunctionTensorPreHook>(hook, "24CppFunctionTensorPreHook")) {
+  if (auto* list = as_hidden<ag::CppFunctionTensorPreHook>(hook)) {
     return &list->value_idx_;
   }
-  auto* one = as_hook<ag::CppFunctionSingleTensorPreHook>(hook, "30CppFunctionSingleTensorPreHook");
+  auto* one = as_hidden<ag::CppFunctionSingleTensorPreHook>(hook);
   return one ? &one->value_idx_ : nullptr;
 }
 

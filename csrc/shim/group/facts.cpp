@@ -80,7 +80,7 @@ at::Tensor step_back(Node& node, const at::Tensor& grad) {
 
 bool is_layout(Node& node) {
   return node.num_inputs() == 1 && node.num_outputs() == 1 &&
-         !node.input_metadata(0).is_nested_tensor() &&
+         !node.input_metadata(0).is_nested_tensor() && !is_distrusted(node) &&
          is_one_of<gen::TBackward0, gen::TransposeBackward0, gen::PermuteBackward0,
                    gen::ToCopyBackward0, gen::ViewBackward0, gen::UnsafeViewBackward0,
                    gen::ReshapeAliasBackward0, gen::UnsqueezeBackward0, gen::SqueezeBackward0,
@@ -94,6 +94,8 @@ zbp_fact fact_of_split(Node& node) {
   bool is_packed = false;
   if (!node.post_hooks().empty()) {
     fact.flag = ZBP_FACT_POST_HOOK;
+  } else if (is_distrusted(node)) {
+    fact.type = ZBP_TYPE_DISAGREES;
   } else if (const auto separable = separate(node)) {
     fact.type = ZBP_TYPE_SEPARABLE;
     if (separable->has_factors) {

@@ -180,3 +180,14 @@ PyObject* zbp_input_call(const zbp_input_args* given, zbp_wrap wrap, void* arg, 
     return checked(Py_BuildValue("NO", wrap_tensors(grads), groups.get())).release();
   });
 }
+
+PyObject* zbp_distrust(PyObject* node_type, zbp_error* error) {
+  return guarded_object(error, [&] {
+    const char* const name = PyUnicode_AsUTF8(node_type);
+    if (!name) {
+      throw_error();
+    }
+    distrust(name);
+    return Py_NewRef(Py_None);
+  });
+}

@@ -47,6 +47,9 @@ typedef PyObject *(*zbp_wrap)(void *arg, zbp_group *group);
 ZBP_MUST_USE PyObject *zbp_input_call(const zbp_input_args *args, zbp_wrap wrap, void *arg,
                                       bool *has_begun_out, zbp_error *error);
 
+/* New None: from now on nodes of a type, a str, are unknown. Before the first I. */
+PyObject *zbp_distrust(PyObject *node_type, zbp_error *error);
+
 /* ---- what a Python autograd.Function's backward hands over in I, for W */
 
 /* Hands over function(*saved), which returns the gradients for `weights`; or calls it at once,

@@ -1,9 +1,12 @@
 #include "shim/torch/nodes.h"
 
-#include <cstring>
-#include <string_view>
+#include <unordered_set>
 
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/generated/Functions.h>
+#include <torch/csrc/autograd/python_function.h>
+
+#include "shim/torch/names.h"
 
 namespace zbp {
 
@@ -21,20 +24,32 @@ bool has_hooks(Node& node) {
          !node.retains_grad_hooks().empty() || !node.post_hooks().empty();
 }
 
-namespace {
-
-bool begins(const char* text, std::string_view with) {
-  return std::strncmp(text, with.data(), with.size()) == 0;
-}
-
-}  // namespace
-
 bool is_generated(const Node& node) {
-  return begins(typeid(node).name(), "N5torch8autograd9generated");
+  static const std::string_view space = [] {
+    std::string_view name = name_of<torch::autograd::generated::MmBackward0>();
+    return name.substr(0, name.size() - std::string_view("11MmBackward0E").size());
+  }();
+  return std::string_view(typeid(node).name()).substr(0, space.size()) == space;
 }
 
 bool is_python_function(const Node& node) {
-  return begins(typeid(node).name(), "N5torch8autograd6PyNodeE");
+  return typeid(node).name() == name_of<torch::autograd::PyNode>();
+}
+
+namespace {
+
+/// Written before the first I, with the GIL. Never destroyed.
+std::unordered_set<std::string>* distrusted = nullptr;
+
+}  // namespace
+
+void distrust(const char* type) {
+  distrusted = distrusted ? distrusted : new std::unordered_set<std::string>;
+  distrusted->insert(type);
+}
+
+bool is_distrusted(const Node& node) {
+  return distrusted && distrusted->count(node.name()) != 0;
 }
 
 }  // namespace zbp

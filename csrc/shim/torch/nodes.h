@@ -25,6 +25,11 @@ bool is_generated(const Node& node);
 /// True for the node of a Python autograd Function.
 bool is_python_function(const Node& node);
 
+/// Of nodes of this type, by its name, what zbpipe knows does not hold: see
+/// zbpipe/_stage/self_check.py.
+void distrust(const char* type);
+bool is_distrusted(const Node& node);
+
 /// True for a tensor whose memory is not simply its own: DTensors and other Python subclasses,
 /// wrappers of torch.func, sparse tensors.
 bool is_subclass(const at::Tensor& tensor);

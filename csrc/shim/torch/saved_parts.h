@@ -6,15 +6,14 @@
 // does not compile.
 #pragma once
 
-#include <cstring>
 #include <optional>
-#include <typeinfo>
 
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_saved_variable_hooks.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include "shim/torch/compat.h"
+#include "shim/torch/names.h"
 
 namespace zbp {
 
@@ -56,9 +55,7 @@ template struct Opened<PackHook, &torch::autograd::PySavedVariableHooks::pack_ho
 inline PyObject* pack_hook_of(const torch::autograd::SavedVariable& saved) {
   using torch::autograd::PySavedVariableHooks;
   const auto& hooks = saved.*member(HooksOfSaved());
-  const auto* python = hooks && std::strstr(typeid(*hooks).name(), "20PySavedVariableHooks")
-                           ? static_cast<const PySavedVariableHooks*>(hooks.get())
-                           : nullptr;
+  const auto* python = hooks ? as_hidden<const PySavedVariableHooks>(*hooks) : nullptr;
   return python ? object_in(python->*member(PackHook())) : nullptr;
 }
 

@@ -306,11 +306,10 @@ void zbp_group_close(zbp_group* handle) {
   }
   // Others read what autograd knows of a tensor with the GIL and under no other lock.
   const AcquireGil gil;
-  for (const auto& output : std::exchange(group.outputs, {})) {
+  for (auto& output : std::exchange(group.outputs, {})) {
     if (output.use_count() > 1) {
-      continue;  // another group reads it yet
-    }
-    if (auto tensor = output->lock()) {
+      output.reset();  // another group reads it yet
+    } else if (auto tensor = output->lock()) {
       zbp_error ignored{};  // then it keeps its history, which costs memory alone
       kept_in(&ignored, [&] { detach_output(at::Tensor(std::move(tensor))); });
       zbp_error_clear(&ignored);

@@ -1,0 +1,24 @@
+// Types whose type information libtorch hides: no cast can ask for them, so they are told by name.
+#pragma once
+
+#include <string_view>
+#include <type_traits>
+#include <typeinfo>
+
+namespace zbp {
+
+/// The name of T's type information, without that. A function that takes a T has one of its own,
+/// "FvR" + T + "E". So a class that torch has renamed or moved does not compile, or is followed.
+template <class T>
+std::string_view name_of() {
+  const std::string_view function = typeid(void(std::remove_const_t<T>&)).name();
+  return function.substr(3, function.size() - 4);
+}
+
+/// `object` as a T if it is exactly one.
+template <class T, class Object>
+T* as_hidden(Object& object) {
+  return typeid(object).name() == name_of<T>() ? static_cast<T*>(&object) : nullptr;
+}
+
+}  // namespace zbp

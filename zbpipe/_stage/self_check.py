@@ -1,0 +1,106 @@
+"""Whether what zbpipe takes on trust of this torch's graphs holds: looked at once in a process, before its first I.
+
+Note [What is checked]
+
+What a release of torch could change without a word: how it computes a gradient, the getters by which a node's saved
+tensors are seen, and what torch's checkpoint has closed over. (A renamed class or member does not compile.) Node types
+whose formulas disagree are unknown from then on, and their nodes run whole in I. If saved tensors are not seen, I
+refuses. If regions are not found, I refuses checkpoint="recompute".
+
+A check computes on a thread of its own, where no mode, autocast, hook or profiler of the caller's is in force. What it
+finds depends on torch alone, so all ranks find the same. If it fails, nothing is decided, and the next I tries again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
+
+import torch
+
+from zbpipe import _C
+from zbpipe._policy import Policy
+from zbpipe._stage import formulas
+from zbpipe._tasks import tasks_of
+from zbpipe._torch import autograd, checkpoint
+
+_ADVICE = "use a torch that zbpipe knows, or a newer zbpipe"
+
+_found: dict[Callable[[], str], str] = {}  # what the checks that were made say: "" where all is as expected
+_said: dict[str, None] = {}
+
+
+def require(policy: Policy) -> None:
+    """Before an I. Raises RuntimeError for a torch whose graphs zbpipe cannot read."""
+    if unseen := look():
+        raise RuntimeError(f"zbpipe cannot split a backward with torch {torch.__version__}: {unseen}; {_ADVICE}")
+    if policy.checkpoint == "recompute" and (lost := _once(_unseen_region)):
+        raise RuntimeError(
+            f'policy(checkpoint="recompute") cannot be used with torch {torch.__version__}: {lost}; use '
+            'checkpoint="keep" or checkpoint="input_pass"'
+        )
+
+
+def look() -> str:
+    """Tries formulas and getters, once in a process. A clause that says which saved tensors are not seen, or ""."""
+    return _once(_formulas_and_getters)
+
+
+def report() -> list[str]:
+    """All that the checks say of this torch, as sentences."""
+    refused = [_once(check) for check in (_formulas_and_getters, _unseen_region)]
+    return [*_said, *filter(None, refused)]
+
+
+def _once(check: Callable[[], str]) -> str:
+    if check not in _found:
+        thread = threading.Thread(target=_run, args=(check,), name="zbpipe self-check", daemon=True)
+        with contextlib.suppress(RuntimeError):  # there can be no further thread
+            thread.start()
+            thread.join()
+    return _found.get(check, "")
+
+
+def _run(check: Callable[[], str]) -> None:
+    try:
+        autograd.take_one_thread()
+        _found[check] = check()
+    except BaseException as error:  # nobody else sees it
+        _say(f"the check of what zbpipe takes on trust failed, and is made again before the next I: {error!r}")
+
+
+def _say(sentence: str) -> None:
+    if sentence not in _said:
+        _said[sentence] = None
+        with contextlib.suppress(Exception):  # of a logger's filters
+            logging.getLogger("zbpipe").warning("%s", sentence)
+
+
+def _formulas_and_getters() -> str:
+    for node_type, how in formulas.disagreeing().items():
+        _C.distrust(node_type)
+        _say(f"{node_type} of torch {torch.__version__} {how}; its nodes run whole in I; {_ADVICE}")
+    x, v, w = (torch.ones(2, 2, dtype=torch.float64, device="cpu", requires_grad=True) for _ in range(3))
+    groups = formulas.split([x.mm(v * w)], [torch.ones_like(x)], [x], [v, w])
+    # The node between W's product and its weights has saved both of these.
+    seen = sum(len(task[5]) for group in groups for task in tasks_of(group) if task[1] == "outside")
+    _C.weight_pass(groups, False, Policy())
+    return "" if seen == 2 else f"{seen} of the 2 tensors that a MulBackward0 has saved are seen"
+
+
+def _unseen_region() -> str:
+    """By what is packed under torch's checkpoint."""
+    x = torch.ones(2, dtype=torch.float64, device="cpu", requires_grad=True)
+    held, named = x.detach() + 1, x.detach() + 2
+    y = torch.utils.checkpoint.checkpoint(
+        lambda t, by: t * held * by, x, by=named, use_reentrant=False, preserve_rng_state=False
+    )
+    hooks = [saved.unpack_hook for _, saved in autograd.saved_by(y.grad_fn)]
+    if not any(map(checkpoint.is_unpack_hook, hooks)):
+        return "what torch.utils.checkpoint has packed shows no region"
+    read = [tensor for hook in hooks for tensor in checkpoint.read_again(hook) or ()]
+    wanted = {"its arguments": x, "its named arguments": named, "what its function has closed over": held}
+    lost = [name for name, tensor in wanted.items() if not autograd.has_memory_of_any(tensor, read)]
+    return f"of a checkpointed region {', '.join(lost)} are not seen" if lost else ""
