@@ -131,9 +131,10 @@ def disagreeing() -> dict[str, str]:
         if (names := autograd.names_saved_by(blamed)) is not None and " ".join(names) != known
     }
     numbers = torch.arange(1, 97, dtype=torch.float64, device="cpu").remainder_(7).sub_(3)
+    apart, ways = ([(case, _leaves(case, numbers)) for case in cases] for cases in (APART, WAYS))
     for inputs in range(1, 7):  # the leaves whose gradients I computes, as bits
-        cases = [case for case in APART if inputs < 2 ** len(case.leaves) - 1] + [*(WAYS if inputs == 1 else ())]
-        for blamed, place in _differing([graph for case in cases for graph in _graphs(case, numbers)], inputs):
+        given = [one for one in apart if inputs < 2 ** len(one[1]) - 1] + (ways if inputs == 1 else [])
+        for blamed, place in _differing([graph for one in given for graph in _graphs(*one)], inputs):
             found.setdefault(blamed, f"gives another gradient than zbpipe's formula at its edge {place}")
     return found
 
@@ -144,11 +145,15 @@ class _Graph(NamedTuple):
     output: torch.Tensor
 
 
-def _graphs(case: Case, numbers: torch.Tensor) -> Iterator[_Graph]:
+def _leaves(case: Case, numbers: torch.Tensor) -> list[torch.Tensor]:
+    values = [numbers[: math.prod(shape)].reshape(shape) for shape in case.leaves]
+    return [value.to(case.dtype, copy=True).requires_grad_() for value in values]
+
+
+def _graphs(case: Case, leaves: list[torch.Tensor]) -> Iterator[_Graph]:
     """The case's; none if this torch does not compute it on a CPU."""
-    leaves = [numbers[: math.prod(shape)].reshape(shape).to(case.dtype, copy=True) for shape in case.leaves]
     with contextlib.suppress(RuntimeError):
-        yield _Graph(case, leaves, case.output(*[leaf.requires_grad_() for leaf in leaves]))
+        yield _Graph(case, leaves, case.output(*leaves))
 
 
 def _differing(graphs: list[_Graph], inputs: int) -> Iterator[tuple[str, int]]:
@@ -158,6 +163,7 @@ def _differing(graphs: list[_Graph], inputs: int) -> Iterator[tuple[str, int]]:
     given: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     for graph in graphs:
         for place, leaf in enumerate(graph.leaves):
+            leaf.grad = None
             given[inputs >> place & 1].append(leaf)
     weights, values = given
     _C.weight_pass(split(outputs, grads, values, weights), False, Policy())
