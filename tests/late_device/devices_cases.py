@@ -9,6 +9,7 @@ from support.late_runs import Run, check_in_every_order, differences, no_stream,
 from support.late_stages import ROWS, STAGES, WIDTH, ToHost, mlp, of
 
 import zbpipe
+from zbpipe._stage import self_check  # which is made anew
 
 pytestmark = pytest.mark.drops_groups
 
@@ -136,8 +137,9 @@ def test_passes_on_both_sides_of_a_capture_are_refused(make):
 
 
 @pytest.mark.parametrize("name", ["mlp", "normed", "tied", "batched", "weight root", "branches", "handed over"])
-def test_both_passes_in_one_captured_graph(name):
-    """Replayed on other inputs: each time the gradients of these."""
+def test_both_passes_in_one_captured_graph(name, monkeypatch):
+    """Replayed on other inputs: each time the gradients of these. In the first capture zbpipe checks itself."""
+    monkeypatch.setattr(self_check, "_found", {})
 
     class Captured(Run):
         def forward(self, k):
@@ -174,6 +176,7 @@ def test_both_passes_in_one_captured_graph(name):
                 weight.grad.zero_()
             replay()
         run.dinputs[0] = dinputs[0]
+        assert set(self_check._found.values()) == {""}
         assert not differences(run.results(), expected), order
 
 

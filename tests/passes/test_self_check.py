@@ -290,7 +290,7 @@ def planted(code, **variables):
 def test_nodes_of_a_type_that_disagrees_run_whole_and_explain_says_why():
     assert planted("""
         import torch, zbpipe
-        from zbpipe._stage import formulas
+        from zbpipe._stage import formulas, idle
         formulas.SAVED["AddmmBackward0"] = "mat1 mat2 scale"
         layer, x = torch.nn.Linear(3, 2), torch.ones(4, 3, requires_grad=True)
         whole = torch.nn.Linear(3, 2)
@@ -299,6 +299,8 @@ def test_nodes_of_a_type_that_disagrees_run_whole_and_explain_says_why():
             whole(x).sum().backward()
             (dx,), groups = zbpipe.stage_backward_input([layer(x).sum()], None, [x], layer.parameters())
             assert torch.equal(dx, layer.weight.sum(0).expand(4, 3))
+            word = idle.word(groups, [])
+            assert "self-check: this torch computes" in word and "helps: a torch that zbpipe knows" in word, word
             zbpipe.stage_backward_weight(layer.parameters(), groups)
         assert all(torch.equal(a.grad, b.grad) for a, b in zip(layer.parameters(), whole.parameters()))
         plan = zbpipe.explain(layer, torch.ones(4, 3))

@@ -28,6 +28,7 @@ _REMEDIES = {
     "Function's backward",
     "post hook": "no hook on the node (Node.register_hook)",
     "unknown": "another operation",
+    "self-check": "a torch that zbpipe knows, or a newer zbpipe",
 }
 
 stages: weakref.WeakSet[Any] = weakref.WeakSet()  # those whose first I has been looked at
