@@ -93,14 +93,15 @@ def _formulas_and_getters() -> str:
 def _unseen_region() -> str:
     """By what is packed under torch's checkpoint."""
     x = torch.ones(2, dtype=torch.float64, device="cpu", requires_grad=True)
-    held, named = x.detach() + 1, x.detach() + 2
-    y = torch.utils.checkpoint.checkpoint(
-        lambda t, by: t * held * by, x, by=named, use_reentrant=False, preserve_rng_state=False
-    )
+    held = x.detach() + 1
+    y = torch.utils.checkpoint.checkpoint(lambda t: t * held, x, use_reentrant=False, preserve_rng_state=False)
     hooks = [saved.unpack_hook for _, saved in autograd.saved_by(y.grad_fn)]
-    if not any(map(checkpoint.is_unpack_hook, hooks)):
+    hook = next(filter(checkpoint.is_unpack_hook, hooks), None)
+    if hook is None:
         return "what torch.utils.checkpoint has packed shows no region"
-    read = [tensor for hook in hooks for tensor in checkpoint.read_again(hook) or ()]
-    wanted = {"its arguments": x, "its named arguments": named, "what its function has closed over": held}
-    lost = [name for name, tensor in wanted.items() if not autograd.has_memory_of_any(tensor, read)]
-    return f"of a checkpointed region {', '.join(lost)} are not seen" if lost else ""
+    read = checkpoint.read_again(hook)
+    if read is None:
+        return ""  # I unpacks it
+    wanted = {"its arguments": x, "what its function has closed over": held}
+    lost = [what for what, tensor in wanted.items() if not autograd.has_memory_of_any(tensor, read)]
+    return f"of a checkpointed region {' and '.join(lost)} cannot be seen" if lost else ""
