@@ -58,7 +58,7 @@ def place_of(node: str, kind: str, why: str, defer: str) -> tuple[str, str]:
         "policy": f"policy defer={defer!r}",
         "excluded": "policy exclude= names one of its parameters",
         "unknown": "the node is not known to compute its weights' gradients apart",
-        "self-check": "self-check: this torch computes the node's gradients otherwise than zbpipe",
+        "self-check": "self-check: this torch differs from zbpipe in what the node computes or saves",
         "packed": "the policy leaves what is checkpointed or packed to I (checkpoint)",
         "light": "a vector: policy defer='matrices'",
     }[why]

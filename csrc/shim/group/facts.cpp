@@ -80,12 +80,13 @@ at::Tensor step_back(Node& node, const at::Tensor& grad) {
 
 bool is_layout(Node& node) {
   return node.num_inputs() == 1 && node.num_outputs() == 1 &&
-         !node.input_metadata(0).is_nested_tensor() && !is_distrusted(node) &&
+         !node.input_metadata(0).is_nested_tensor() &&
          is_one_of<gen::TBackward0, gen::TransposeBackward0, gen::PermuteBackward0,
                    gen::ToCopyBackward0, gen::ViewBackward0, gen::UnsafeViewBackward0,
                    gen::ReshapeAliasBackward0, gen::UnsqueezeBackward0, gen::SqueezeBackward0,
                    gen::SqueezeBackward1, gen::SqueezeBackward2, gen::ExpandBackward0,
-                   gen::AliasBackward0, gen::CloneBackward0>(node);
+                   gen::AliasBackward0, gen::CloneBackward0>(node) &&
+         !is_distrusted(node);
 }
 
 zbp_fact fact_of_split(Node& node) {
@@ -94,11 +95,9 @@ zbp_fact fact_of_split(Node& node) {
   bool is_packed = false;
   if (!node.post_hooks().empty()) {
     fact.flag = ZBP_FACT_POST_HOOK;
-  } else if (is_distrusted(node)) {
-    fact.type = ZBP_TYPE_DISAGREES;
   } else if (const auto separable = separate(node)) {
-    fact.type = ZBP_TYPE_SEPARABLE;
-    if (separable->has_factors) {
+    fact.type = is_distrusted(node) ? ZBP_TYPE_DISAGREES : ZBP_TYPE_SEPARABLE;
+    if (separable->has_factors && fact.type == ZBP_TYPE_SEPARABLE) {
       fact.type = separable->is_product ? ZBP_TYPE_PRODUCT : ZBP_TYPE_FACTORS;
       fact.left_slot = static_cast<uint8_t>(separable->parts[0].own_slot);
       const auto is_matrix_at = [&node](size_t slot) {
@@ -137,7 +136,8 @@ bool is_plain_step(Node& node) {
 }
 
 bool saves_nothing(Node& node) {
-  return is_layout(node) || is_one_of<gen::AddBackward0, gen::SubBackward0>(node);
+  return is_layout(node) ||
+         (is_one_of<gen::AddBackward0, gen::SubBackward0>(node) && !is_distrusted(node));
 }
 
 bool has_saved_nothing(Node& node) {

@@ -47,7 +47,7 @@ typedef PyObject *(*zbp_wrap)(void *arg, zbp_group *group);
 ZBP_MUST_USE PyObject *zbp_input_call(const zbp_input_args *args, zbp_wrap wrap, void *arg,
                                       bool *has_begun_out, zbp_error *error);
 
-/* New None: from now on nodes of a type, a str, are unknown. Before the first I. */
+/* New None: from now on no node of a type, a str, is split, or a plain step. */
 PyObject *zbp_distrust(PyObject *node_type, zbp_error *error);
 
 /* ---- what a Python autograd.Function's backward hands over in I, for W */

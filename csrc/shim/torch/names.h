@@ -7,8 +7,8 @@
 
 namespace zbp {
 
-/// The name of T's type information, without that. A function that takes a T has one of its own,
-/// "FvR" + T + "E". So a class that torch has renamed or moved does not compile, or is followed.
+/// T's mangled name, read off that of a function which takes a T: "FvR", T, "E". So a class that
+/// torch has renamed does not compile.
 template <class T>
 std::string_view name_of() {
   const std::string_view function = typeid(void(std::remove_const_t<T>&)).name();

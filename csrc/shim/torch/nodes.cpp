@@ -1,5 +1,6 @@
 #include "shim/torch/nodes.h"
 
+#include <atomic>
 #include <unordered_set>
 
 #include <torch/csrc/autograd/function_hook.h>
@@ -38,18 +39,21 @@ bool is_python_function(const Node& node) {
 
 namespace {
 
-/// Written before the first I, with the GIL. Never destroyed.
-std::unordered_set<std::string>* distrusted = nullptr;
+/// Replaced with the GIL, read without. None is destroyed: they are few.
+std::atomic<const std::unordered_set<std::string>*> distrusted = nullptr;
 
 }  // namespace
 
 void distrust(const char* type) {
-  distrusted = distrusted ? distrusted : new std::unordered_set<std::string>;
-  distrusted->insert(type);
+  const auto* known = distrusted.load();
+  auto* more = known ? new auto(*known) : new std::unordered_set<std::string>;
+  more->insert(type);
+  distrusted = more;
 }
 
 bool is_distrusted(const Node& node) {
-  return distrusted && distrusted->count(node.name()) != 0;
+  const auto* known = distrusted.load(std::memory_order_acquire);
+  return known && known->count(node.name()) != 0;
 }
 
 }  // namespace zbp
