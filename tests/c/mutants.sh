@@ -113,7 +113,7 @@ mutant "tasks go that are still to run" $book \
     '/^zbp_fate zbp_book_settle/,/^}/s/if (zbp_book_wants(book, w))/if (false)/'
 mutant "tasks stay that have run" $book '/^zbp_fate zbp_book_settle/,/^}/s/if (zbp_book_wants(book, w))/if (true)/'
 mutant "a group that is to run again has been added" $book \
-    '/^static void make_ready_again/,/^}/s/is_added = false/is_added = true/'
+    '/^zbp_fate zbp_book_settle/,/^}/s/is_added = false/is_added = true/'
 # Of I.
 split=core/pass/zbp_split.c
 mutant_of_split "an edge to an input leads to the node behind it" $split \
@@ -133,7 +133,7 @@ mutant_of_split "a weight that is a matrix is taken for a vector" $split \
     's/is_left ? ZBP_FACT_LEFT_MATRIX : ZBP_FACT_RIGHT_MATRIX/0/'
 mutant_of_split "what is left to I by name goes to W" $split 's/is_excluded = is_excluded || .*/;/'
 mutant_of_split "what leads to a weight that is left to I goes to W" core/graph/zbp_plan.c \
-    's/flag_reached(w, ZBP_NODE_EXCLUDED, ZBP_NODE_CLOSURE);/w->stack_count = 0;/'
+    's/flag_reached(w, flag, except);/if (flag == ZBP_NODE_EXCLUDED) w->stack_count = 0; else &/'
 mutant_of_plan "what computes a weight that is left to I goes to W" \
     's/flag\[i\] = ZBP_NODE_CLOSURE;/flag[i] \&= (uint8_t)~COMPUTES;/'
 mutant_of_plan "I runs what an output reaches by W alone" \

@@ -136,34 +136,20 @@ static void flag_reached(work *w, uint8_t flag, uint8_t except)
     }
 }
 
-static void flag_closure(work *w)
+/* Flags the nodes of a role that have `among`, if it is not 0, and none of `except`; and all that
+ * they reach, likewise but for `among`. */
+static void flag_from(work *w, uint8_t role, uint8_t among, uint8_t flag, uint8_t except)
 {
     for (uint32_t i = 0; i < w->graph->node_count; i++)
-        if ((w->graph->mark[i] & ZBP_ROLE_INPUT) != 0)
-            flag_and_push(w, i, ZBP_NODE_CLOSURE);
-    flag_reached(w, ZBP_NODE_CLOSURE, 0);
-}
-
-static void flag_weightward(work *w)
-{
-    for (uint32_t i = 0; i < w->graph->node_count; i++)
-        if ((w->graph->mark[i] & ZBP_ROLE_WEIGHT) != 0 && (w->flag[i] & ZBP_NODE_CLOSURE) == 0)
-            flag_and_push(w, i, ZBP_NODE_WEIGHTWARD | ZBP_NODE_WEIGHT);
-    flag_reached(w, ZBP_NODE_WEIGHTWARD, ZBP_NODE_CLOSURE);
-}
-
-static void flag_excluded(work *w)
-{
-    for (uint32_t i = 0; i < w->graph->node_count; i++)
-        if ((w->graph->mark[i] & ZBP_ROLE_EXCLUDED) != 0 && (w->flag[i] & ZBP_NODE_WEIGHTWARD) != 0)
-            flag_and_push(w, i, ZBP_NODE_EXCLUDED);
-    flag_reached(w, ZBP_NODE_EXCLUDED, ZBP_NODE_CLOSURE);
+        if ((w->graph->mark[i] & role) != 0 && (w->flag[i] & (among | except)) == among)
+            flag_and_push(w, i, flag);
+    flag_reached(w, flag, except);
 }
 
 static bool computes_excluded(const work *w, uint32_t id)
 {
-    return (w->graph->mark[id] & ZBP_ROLE_COMPUTES) != 0 &&
-           (w->flag[id] & (ZBP_NODE_EXCLUDED | ZBP_NODE_WEIGHT)) == ZBP_NODE_EXCLUDED;
+    return (w->graph->mark[id] & (ZBP_ROLE_COMPUTES | ZBP_ROLE_WEIGHT)) == ZBP_ROLE_COMPUTES &&
+           (w->flag[id] & ZBP_NODE_EXCLUDED) != 0;
 }
 
 /* See Note [What computes an excluded weight]. */
@@ -177,11 +163,7 @@ static void widen_closure(work *w)
     if (first == nodes)
         return;
     list_neighbours(w, false);
-    for (uint32_t i = 0; i < nodes; i++)
-        if ((w->graph->mark[i] & ZBP_ROLE_ROOT) != 0 &&
-            (w->flag[i] & (ZBP_NODE_CLOSURE | ROOTED)) == 0)
-            flag_and_push(w, i, ROOTED);
-    flag_reached(w, ROOTED, ZBP_NODE_CLOSURE);
+    flag_from(w, ZBP_ROLE_ROOT, 0, ROOTED, ZBP_NODE_CLOSURE);
     list_neighbours(w, true);
     for (uint32_t i = first; i < nodes; i++)
         if (computes_excluded(w, i) && (w->flag[i] & ROOTED) == 0)
@@ -252,15 +234,18 @@ static void number_group_of(work *w, uint32_t id)
         w->number[set] = w->group_count++;
 }
 
-/* Flags the weight roots, numbers the groups and counts the members of the lists to come. */
+/* Flags the weights and the weight roots, numbers the groups and counts the members of the lists to
+ * come. */
 static void number_groups(work *w)
 {
     const zbp_graph *graph = w->graph;
 
     for (uint32_t i = 0; i < graph->node_count; i++) {
         bool weightward = (w->flag[i] & ZBP_NODE_WEIGHTWARD) != 0;
-        bool weight = (w->flag[i] & ZBP_NODE_WEIGHT) != 0;
+        bool weight = weightward && (graph->mark[i] & ZBP_ROLE_WEIGHT) != 0;
 
+        if (weight)
+            w->flag[i] |= ZBP_NODE_WEIGHT;
         if (weightward && (graph->mark[i] & ZBP_ROLE_ROOT) != 0)
             w->flag[i] |= ZBP_NODE_WEIGHT_ROOT;
         if ((w->flag[i] & (ZBP_NODE_SPLIT | ZBP_NODE_WEIGHT_ROOT)) != 0)
@@ -324,9 +309,9 @@ int zbp_plan_build(zbp_plan *plan, const zbp_graph *graph)
     if (graph->node_count > 0)
         memset(w.flag, 0, graph->node_count);
     list_neighbours(&w, true);
-    flag_closure(&w);
-    flag_weightward(&w);
-    flag_excluded(&w);
+    flag_from(&w, ZBP_ROLE_INPUT, 0, ZBP_NODE_CLOSURE, 0);
+    flag_from(&w, ZBP_ROLE_WEIGHT, 0, ZBP_NODE_WEIGHTWARD, ZBP_NODE_CLOSURE);
+    flag_from(&w, ZBP_ROLE_EXCLUDED, ZBP_NODE_WEIGHTWARD, ZBP_NODE_EXCLUDED, ZBP_NODE_CLOSURE);
     widen_closure(&w);
     flag_split_and_unite(&w);
     number_groups(&w);

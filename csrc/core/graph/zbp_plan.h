@@ -28,7 +28,6 @@
  */
 #pragma once
 
-#include <stddef.h>
 #include <stdint.h>
 
 #include "core/graph/zbp_graph.h"

@@ -158,18 +158,13 @@ bool zbp_book_added(zbp_book *book, uint32_t weight)
     return __atomic_sub_fetch(&book->missing, 1, __ATOMIC_ACQ_REL) == 0 && book->goes_with_last;
 }
 
-static void make_ready_again(zbp_book *book)
-{
-    for (uint32_t w = 0; w < book->weight_count; w++) {
-        book->weight[w].is_added = false;
-        book->weight[w].is_hooked = false;
-    }
-}
-
 zbp_fate zbp_book_settle(zbp_book *book, zbp_how how, bool failed)
 {
     if (!failed && how.retain && !book->has_failed) {
-        make_ready_again(book);
+        for (uint32_t w = 0; w < book->weight_count; w++) {
+            book->weight[w].is_added = false;
+            book->weight[w].is_hooked = false;
+        }
         return ZBP_FATE_AGAIN;
     }
     if (!failed) {

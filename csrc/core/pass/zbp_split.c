@@ -170,9 +170,8 @@ static int add_split_task(work *w, uint32_t g, uint32_t node)
     zbp_task *task;
     int status = zbp_layout_add_task(layout, ZBP_TASK_WHOLE, fact->sequence_nr);
 
-    for (uint32_t i = w->plan->out_begin[node];
-         i < w->plan->out_begin[node + 1] && status == ZBP_OK; i++) {
-        const zbp_edge *edge = &w->graph->edge[w->plan->out[i]];
+    for (uint32_t i = 0; i < out_count(w, node) && status == ZBP_OK; i++) {
+        const zbp_edge *edge = out_edge(w, node, i);
 
         if (!has(w, edge->dst, ZBP_NODE_WEIGHTWARD))
             continue;

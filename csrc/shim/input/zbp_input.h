@@ -12,8 +12,6 @@
 #pragma once
 
 #include <stdbool.h>
-#include <stddef.h>
-#include <stdint.h>
 
 #include "core/base/zbp_c.h"
 #include "core/pass/zbp_book.h"
