@@ -9,7 +9,6 @@
 
 #include "bindings/parts.h"
 #include "shim/group/zbp_describe.h"
-#include "shim/input/zbp_input.h"
 
 #if PY_VERSION_HEX >= 0x030D0000
 #define IS_FINALIZING Py_IsFinalizing

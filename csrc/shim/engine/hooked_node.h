@@ -12,8 +12,7 @@ class HookedNode {
  public:
   explicit HookedNode(Node& node);
   ~HookedNode();
-  HookedNode(const HookedNode&) = delete;
-  HookedNode& operator=(const HookedNode&) = delete;
+  C10_DISABLE_COPY_AND_ASSIGN(HookedNode);
 
  private:
   Node& node_;

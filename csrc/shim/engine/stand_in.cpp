@@ -4,7 +4,6 @@
 
 #include <torch/csrc/autograd/cpp_hook.h>
 #include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/python_function.h>
 #include <torch/csrc/autograd/python_hook.h>
 
@@ -70,8 +69,7 @@ class Impersonation {
       Py_DECREF(reinterpret_cast<PyObject*>(context_));
     }
   }
-  Impersonation(const Impersonation&) = delete;
-  Impersonation& operator=(const Impersonation&) = delete;
+  C10_DISABLE_COPY_AND_ASSIGN(Impersonation);
 
  private:
   // A template, as the context of an older torch cannot refer to another's node.

@@ -18,8 +18,7 @@ template <class T, void (*fini)(T*)>
 struct Owned : T {
   Owned() : T{} {}
   ~Owned() { fini(this); }
-  Owned(const Owned&) = delete;
-  Owned& operator=(const Owned&) = delete;
+  C10_DISABLE_COPY_AND_ASSIGN(Owned);
 };
 
 /// What I is planned on.

@@ -42,8 +42,7 @@ class Walk {
  public:
   /// Fills `graph`, which is empty.
   Walk(const InputPassArgs& args, zbp_graph& graph);
-  Walk(const Walk&) = delete;
-  Walk& operator=(const Walk&) = delete;
+  C10_DISABLE_COPY_AND_ASSIGN(Walk);
 
   Node& node(uint32_t id) const {
     return *reinterpret_cast<Node*>(reinterpret_cast<uintptr_t>(graph_.key[id]) & ~uintptr_t{1});

@@ -3,7 +3,6 @@
 #include <c10/core/impl/COW.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include "shim/torch/nodes.h"
 #include "shim/torch/python.h"
 
 namespace {

@@ -8,7 +8,6 @@
 
 #include <memory>
 #include <mutex>
-#include <type_traits>
 #include <utility>
 
 #include <c10/core/Stream.h>

@@ -29,8 +29,7 @@ inline void detach_output(const at::Tensor& output) {
   if (output.is_leaf()) {
     return;
   }
-  const auto* view = torch::autograd::impl::get_view_autograd_meta(output);
-  if (!view || !view->has_bw_view()) {
+  if (!base_of(output).defined()) {
     // Goes when the tensor no longer refers to it: that may run Python code and give the GIL away.
     const NodePtr history = torch::autograd::impl::get_autograd_meta(output)->grad_fn_;
     output.detach_();

@@ -16,8 +16,7 @@ namespace zbp {
 class EdgeEdits {
  public:
   EdgeEdits() = default;
-  EdgeEdits(const EdgeEdits&) = delete;
-  EdgeEdits& operator=(const EdgeEdits&) = delete;
+  C10_DISABLE_COPY_AND_ASSIGN(EdgeEdits);
   ~EdgeEdits() { undo(); }
 
   /// With an invalid edge: the engine and the node's should_compute_output() skip it.

@@ -32,8 +32,7 @@ class AddedByKernels {
       PyErr_Restore(type, value, traceback);
     }
   }
-  AddedByKernels(const AddedByKernels&) = delete;
-  AddedByKernels& operator=(const AddedByKernels&) = delete;
+  C10_DISABLE_COPY_AND_ASSIGN(AddedByKernels);
 
   /// Takes what is no gradient out of what has been returned.
   void drop(variable_list& grads) const {

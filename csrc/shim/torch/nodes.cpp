@@ -3,7 +3,6 @@
 #include <atomic>
 #include <unordered_set>
 
-#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/generated/Functions.h>
 #include <torch/csrc/autograd/python_function.h>
 

@@ -10,7 +10,6 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "shim/torch/gil.h"
 #include "shim/torch/nodes.h"
 
 namespace zbp {

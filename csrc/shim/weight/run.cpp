@@ -13,8 +13,7 @@
 #include "shim/torch/nodes.h"
 #include "shim/group/work.h"
 
-namespace zbp {
-
+using namespace zbp;
 using torch::autograd::AccumulateGrad;
 
 namespace {
@@ -29,8 +28,7 @@ class Shared {
  public:
   explicit Shared(bool retain) : retain(retain) {}
   ~Shared() { zbp_error_clear(&error_); }
-  Shared(const Shared&) = delete;
-  Shared& operator=(const Shared&) = delete;
+  C10_DISABLE_COPY_AND_ASSIGN(Shared);
 
   template <class Body>
   void noting_errors(const Body& body) {
@@ -333,8 +331,6 @@ void run_groups(c10::ArrayRef<zbp_group*> groups, bool retain) {
 
 }  // namespace
 
-}  // namespace zbp
-
 int zbp_run_engine(zbp_group* const* group, size_t count, zbp_how how, zbp_error* error) {
-  return zbp::kept_in(error, [&] { zbp::run_groups({group, count}, how.retain); });
+  return kept_in(error, [&] { run_groups({group, count}, how.retain); });
 }

@@ -35,8 +35,7 @@ struct Call {
       }
     }
   }
-  Call(const Call&) = delete;
-  Call& operator=(const Call&) = delete;
+  C10_DISABLE_COPY_AND_ASSIGN(Call);
 
   SmallVector<Group*, 4> group;
   Streams streams;
@@ -252,12 +251,11 @@ int zbp_weight_call(zbp_group* const* groups, size_t count, zbp_how how, bool ma
     check(call, main_grad);
     const at::AutoGradMode no_grad(false);
     RECORD_USER_SCOPE("zbpipe::weight_pass");
-    zbp_how told = how;
-    told.is_anomaly = torch::autograd::AnomalyMode::is_enabled();
+    how.is_anomaly = torch::autograd::AnomalyMode::is_enabled();
     const int status = [&] {
       const ReleaseGil no_gil;
       call.streams.follow_caller();
-      const int first = zbp_pass_weights(groups, count, told, error);
+      const int first = zbp_pass_weights(groups, count, how, error);
       call.streams.join();  // also after an error: part of the gradients may have been added
       return first;
     }();
