@@ -46,11 +46,10 @@ at::Tensor local_part(const at::Tensor& tensor) {
   return plain && !is_subclass(*plain) ? *plain : tensor;
 }
 
-std::optional<Addition> local_product(const Operand& sum, const Operand& left,
-                                      const Operand& right) {
+bool make_local(Operand& sum, Operand& left, Operand& right) {
   if (!is_subclass(sum.matrix) || !is_subclass(left.matrix) || !is_subclass(right.matrix) ||
       !is_dtensor(sum.matrix)) {
-    return std::nullopt;
+    return false;
   }
   const AcquireGil gil;
   THPObjectPtr parts = asked([&] {
@@ -61,10 +60,13 @@ std::optional<Addition> local_product(const Operand& sum, const Operand& left,
                                               right.is_transposed))});
   });
   const variable_list plain = parts ? tensors_in(parts) : variable_list();
-  // Else the DTensors' own rules apply.
-  return !plain.empty() && std::none_of(plain.begin(), plain.end(), is_subclass)
-             ? std::optional(Addition{plain[0], plain[1], plain[2]})
-             : std::nullopt;
+  if (plain.empty() || std::any_of(plain.begin(), plain.end(), is_subclass)) {
+    return false;  // the DTensors' own rules apply
+  }
+  sum.matrix = plain[0];
+  left.matrix = plain[1];
+  right.matrix = plain[2];
+  return true;
 }
 
 }  // namespace zbp

@@ -2,8 +2,6 @@
 // the Python objects, and take the GIL for that. For a tensor that is no subclass they do neither.
 #pragma once
 
-#include <optional>
-
 #include <ATen/core/Tensor.h>
 
 namespace zbp {
@@ -19,17 +17,10 @@ struct Operand {
   bool is_transposed;
 };
 
-/// A product on its way into a sum.
-struct Addition {
-  at::Tensor sum;
-  at::Tensor left;
-  at::Tensor right;
-};
-
-/// This rank's parts of three DTensors, without the transposition, where adding the product of its
-/// parts of `left` and `right` to its part of `sum` is all there is to adding the product itself:
-/// it needs no communication, and lies on the mesh as `sum` does. Else nothing.
-std::optional<Addition> local_product(const Operand& sum, const Operand& left,
-                                      const Operand& right);
+/// Makes of three DTensors this rank's parts, without the transposition, where adding the product
+/// of its parts of `left` and `right` to its part of `sum` is all there is to adding the product
+/// itself: it needs no communication, and lies on the mesh as `sum` does. Else false, and nothing
+/// was done.
+bool make_local(Operand& sum, Operand& left, Operand& right);
 
 }  // namespace zbp

@@ -39,11 +39,6 @@ Task::Task(zbp_layout& of_layout, uint32_t of_number, NodePtr of_node)
   }
 }
 
-std::optional<size_t> Task::face_at(uint32_t slot) const {
-  const int32_t f = zbp_layout_face_at(layout, number, slot);
-  return f >= 0 ? std::optional(static_cast<size_t>(f)) : std::nullopt;
-}
-
 Group::~Group() {
   release();
   zbp_book_close(&book);

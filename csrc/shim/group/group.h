@@ -108,8 +108,8 @@ struct Task {
   zbp_face& plan(size_t f) const { return layout->face[plan().face_begin + f]; }
   uint8_t kind() const { return plan().kind; }  // ZBP_TASK_*
   std::string name() const { return node ? node->name() : name_of_gone; }
-  /// The number of the face that is this edge of the node.
-  std::optional<size_t> face_at(uint32_t slot) const;
+  /// The number of the face that is this edge of the node; -1 if none is.
+  int32_t face_at(uint32_t slot) const { return zbp_layout_face_at(layout, number, slot); }
 
   zbp_layout* layout;  // the group's, where the task's numbers are; borrowed
   uint32_t number;
@@ -207,8 +207,7 @@ struct Outside {
 struct Group : zbp_group, std::enable_shared_from_this<Group> {
   Group() : zbp_group{} {}
   ~Group();
-  Group(const Group&) = delete;
-  Group& operator=(const Group&) = delete;
+  C10_DISABLE_COPY_AND_ASSIGN(Group);
 
   std::shared_ptr<Group> owned;  // itself, while the caller owns it: until zbp_group_free
   bool was_captured = false;     // I ran within a capture of the device's: see Note [Streams]

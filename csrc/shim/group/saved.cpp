@@ -1,14 +1,16 @@
 #include "shim/group/saved.h"
 
+#include <thread>
+
 #include <ATen/EmptyTensor.h>
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/ops/empty_strided.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/functions/tensor.h>
 #include <torch/csrc/autograd/generated/Functions.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
 #include "shim/group/dtensor.h"
-#include "shim/torch/detach.h"
 #include "shim/torch/gil.h"
 #include "shim/torch/nodes.h"
 #include "shim/torch/saved_parts.h"
@@ -27,23 +29,12 @@ uint32_t bits_of(const Task& task) {
   return bits;
 }
 
-/// While it lives, a SavedVariable that is made here is stored as it is: default hooks of a
-/// surrounding saved_tensors_hooks context would pack it once more.
-class NoSavedTensorHooks {
- public:
-  NoSavedTensorHooks() : saved_(at::SavedTensorDefaultHooks::get_tls_state()) {
-    at::SavedTensorDefaultHooks::set_tls_state({});
-  }
-  ~NoSavedTensorHooks() { at::SavedTensorDefaultHooks::set_tls_state(saved_); }
-  NoSavedTensorHooks(const NoSavedTensorHooks&) = delete;
-  NoSavedTensorHooks& operator=(const NoSavedTensorHooks&) = delete;
-
- private:
-  at::impl::SavedTensorDefaultHooksTLS saved_;
-};
-
+/// As it is: default hooks of a surrounding saved_tensors_hooks context would pack it once more.
 SavedVariable save_plainly(const at::Tensor& tensor, bool is_output = false) {
-  const NoSavedTensorHooks guard;
+  const at::impl::SavedTensorDefaultHooksTLS hooks = at::SavedTensorDefaultHooks::get_tls_state();
+  at::SavedTensorDefaultHooks::set_tls_state({});
+  const auto put_back =
+      c10::make_scope_exit([&] { at::SavedTensorDefaultHooks::set_tls_state(hooks); });
   return SavedVariable(tensor, is_output);
 }
 
@@ -69,8 +60,8 @@ bool is_plain_factor(const Node& node, const at::Tensor& tensor) {
 /// saved: null where nobody is to fill it.
 Blank blank_of(SavedVariable* saved, const at::Tensor& tensor, const Task& task, uint32_t slot,
                const Group& group) {
-  const auto face = task.face_at(slot);
-  const int32_t weight = face ? task.plan(*face).weight : -1;
+  const int32_t face = task.face_at(slot);
+  const int32_t weight = face >= 0 ? task.plan(face).weight : -1;
   const bool is_weight =
       weight >= 0 && storage_of(group.weights[weight].accumulator->variable) == storage_of(tensor);
   return {saved, is_weight ? tensor : at::Tensor(), tensor.sizes().vec(), tensor.strides().vec(),
@@ -112,9 +103,18 @@ bool may_be_refilled(const SavedVariable& saved) {
   return !data || !is_checkpoints(data->first);
 }
 
+/// Whoever has a node's mutex may wait for the GIL (libtorch's accumulators do, for subclasses), so
+/// nobody waits for one with the GIL in hand.
 std::unique_lock<std::mutex> lock_of(Node& node, bool waits) {
-  return waits ? lock_letting_go_of_gil(NodeParts::mutex_of(node))
-               : std::unique_lock<std::mutex>(NodeParts::mutex_of(node), std::try_to_lock);
+  std::unique_lock<std::mutex> lock(NodeParts::mutex_of(node), std::defer_lock);
+  if (waits && !PyGILState_Check()) {
+    lock.lock();
+  }
+  while (!lock && !lock.try_lock() && waits) {
+    const ReleaseGil no_gil;
+    std::this_thread::yield();
+  }
+  return lock;
 }
 
 /// Unpacked in I, unless W is to do that.
@@ -130,7 +130,7 @@ Saved take_one(Task& task, Saver& saver, SavedVariable& saved, bool may_leave_pa
 bool take_product(Task& task, Saver& saver, const Separable& separable, const variable_list& grads,
                   bool may_leave_packed, const Group& group) {
   Product& product = std::get<Product>(task.work);
-  product.weight_is_left = task.face_at(separable.parts[0].own_slot).has_value();
+  product.weight_is_left = task.face_at(separable.parts[0].own_slot) >= 0;
   const Part& own = separable.parts[product.weight_is_left ? 0 : 1];
   product.matrix_slot = own.own_slot;
   product.output_grad = Kept(grads[0]);
@@ -181,34 +181,6 @@ void take_deferred(Task& task, Saver& saver, const Separable& separable, const v
     }
   }
 }
-
-/// While it lives, tensors of the right shapes, whose values nobody reads, are where a node insists
-/// on them.
-class FilledBlanks {
- public:
-  FilledBlanks(Node& node, const std::vector<Blank>& blanks) : node_(node), blanks_(blanks) {
-    std::vector<SavedVariable> filled;  // all of them, before one is put
-    for (const Blank& blank : blanks) {
-      filled.push_back(save_plainly(zbp::filled(blank)));
-    }
-    Saver saver(node);
-    for (size_t i = 0; i < blanks.size(); ++i) {
-      saver.put(*blanks[i].saved, std::move(filled[i]));
-    }
-  }
-  ~FilledBlanks() {
-    Saver saver(node_);
-    for (const Blank& blank : blanks_) {
-      saver.put(*blank.saved, released_variable());
-    }
-  }
-  FilledBlanks(const FilledBlanks&) = delete;
-  FilledBlanks& operator=(const FilledBlanks&) = delete;
-
- private:
-  Node& node_;
-  const std::vector<Blank>& blanks_;
-};
 
 }  // namespace
 
@@ -343,7 +315,21 @@ variable_list run_deferred(const Task& task) {
   for (const Kept& grad : deferred.output_grads) {
     grads.push_back(grad.tensor());
   }
-  const FilledBlanks blanks(*task.node, deferred.blanks);
+  // While it runs, tensors of the right shapes, whose values nobody reads, are where it insists on
+  // them.
+  std::vector<SavedVariable> shapes;  // all of them, before one is put
+  for (const Blank& blank : deferred.blanks) {
+    shapes.push_back(save_plainly(filled(blank)));
+  }
+  const auto fill = [&](const auto& variable) {
+    Saver saver(*task.node);
+    for (size_t i = 0; i < shapes.size(); ++i) {
+      saver.put(*deferred.blanks[i].saved, variable(i));
+    }
+  };
+  fill([&](size_t i) { return std::move(shapes[i]); });
+  const auto empty =
+      c10::make_scope_exit([&] { fill([](size_t) { return released_variable(); }); });
   return NodeParts::apply_to(*task.node, std::move(grads));
 }
 

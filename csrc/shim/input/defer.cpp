@@ -9,9 +9,8 @@
 #include "shim/group/facts.h"
 #include "shim/engine/stand_in.h"
 #include "shim/input/zbp_input.h"
-#include "shim/group/work.h"
 
-namespace zbp {
+using namespace zbp;
 
 namespace {
 
@@ -94,11 +93,11 @@ Answer answer_of(StandIn& stand_in, const Targets& targets) {
   Answer answer;
   bool is_for_weights = false, is_for_inputs = false, has_matrix = false;
   const auto add = [&](int32_t slot) {
-    const auto face = slot < 0 ? std::nullopt : task.face_at(static_cast<uint32_t>(slot));
-    answer.faces.push_back(face ? static_cast<int32_t>(*face) : -1);
-    is_for_weights |= face.has_value();
-    has_matrix |= face && is_matrix(task.face[*face].edge);
-    is_for_inputs |= slot >= 0 && !face && stand_in.next_edge(slot).is_valid();
+    const int32_t face = slot < 0 ? -1 : task.face_at(static_cast<uint32_t>(slot));
+    answer.faces.push_back(face);
+    is_for_weights |= face >= 0;
+    has_matrix |= face >= 0 && is_matrix(task.face[face].edge);
+    is_for_inputs |= slot >= 0 && face < 0 && stand_in.next_edge(slot).is_valid();
   };
   std::for_each(targets.slots.begin(), targets.slots.end(), add);
   for (size_t f = 0; targets.are_all && f < task.face.size(); ++f) {
@@ -155,10 +154,6 @@ void keep_work(StandIn& stand_in, PyObject* function, PyObject* saved,
 }
 
 }  // namespace
-
-}  // namespace zbp
-
-using namespace zbp;
 
 PyObject* zbp_defer(PyObject* function, PyObject* weights, PyObject* saved, zbp_error* error) {
   return guarded_object(error, [&] {

@@ -3,10 +3,9 @@
 
 #include <unistd.h>
 
-#include <mutex>
-#include <thread>
-
 #include <Python.h>
+
+#include <c10/macros/Macros.h>
 
 namespace zbp {
 
@@ -33,8 +32,7 @@ class ReleaseGil {
   ~ReleaseGil() {
     take_gil([this] { PyEval_RestoreThread(state_); });
   }
-  ReleaseGil(const ReleaseGil&) = delete;
-  ReleaseGil& operator=(const ReleaseGil&) = delete;
+  C10_DISABLE_COPY_AND_ASSIGN(ReleaseGil);
 
  private:
   PyThreadState* state_;
@@ -44,25 +42,10 @@ class AcquireGil {
  public:
   AcquireGil() : state_(take_gil(PyGILState_Ensure)) {}
   ~AcquireGil() { PyGILState_Release(state_); }
-  AcquireGil(const AcquireGil&) = delete;
-  AcquireGil& operator=(const AcquireGil&) = delete;
+  C10_DISABLE_COPY_AND_ASSIGN(AcquireGil);
 
  private:
   PyGILState_STATE state_;
 };
-
-/// Locks a node's mutex. Whoever has such a mutex may wait for the GIL (libtorch's accumulators do,
-/// for subclasses), so nobody waits for one with the GIL in hand.
-inline std::unique_lock<std::mutex> lock_letting_go_of_gil(std::mutex& mutex) {
-  std::unique_lock<std::mutex> lock(mutex, std::defer_lock);
-  if (!PyGILState_Check()) {
-    lock.lock();
-  }
-  while (!lock && !lock.try_lock()) {
-    const ReleaseGil no_gil;
-    std::this_thread::yield();
-  }
-  return lock;
-}
 
 }  // namespace zbp

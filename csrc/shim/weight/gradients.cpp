@@ -1,7 +1,6 @@
 #include "shim/weight/gradients.h"
 
 #include <ATen/MemoryOverlap.h>
-#include <ATen/TensorUtils.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/record_function.h>
 #include <c10/core/StreamGuard.h>
@@ -13,7 +12,6 @@
 #include "shim/group/facts.h"
 #include "shim/group/saved.h"
 #include "shim/weight/zbp_weight.h"
-#include "shim/torch/error.h"
 #include "shim/torch/nodes.h"
 #include "shim/group/work.h"
 
@@ -65,9 +63,9 @@ at::Tensor oriented(const Operand& operand) {
 }
 
 /// The same for a gradient on its way to a weight: see along_path().
-at::Tensor turned(const at::Tensor& grad, bool is_transposed) {
+at::Tensor turned(const Operand& operand) {
   const at::AutoDispatchBelowADInplaceOrView no_view;
-  return oriented({grad, is_transposed});
+  return oriented(operand);
 }
 
 /// The gradient at the face as its edge expects it, laid out as the weight behind its path. A cast
@@ -104,17 +102,13 @@ Factors factors_of(const Task& task, const Product& product, const zbp_face& pla
           !plan.is_transposed};
 }
 
-std::optional<at::Tensor> offsets_in(const Product& product) {
-  at::Tensor offsets = tensor_in(product.offsets);
-  return offsets.defined() ? std::optional(std::move(offsets)) : std::nullopt;
-}
-
 at::Tensor multiplied(const Task& task, const Product& product, const Factors& factors) {
-  const at::Tensor left = turned(factors.left.matrix, factors.left.is_transposed);
-  const at::Tensor right = turned(factors.right.matrix, factors.right.is_transposed);
+  const at::Tensor left = turned(factors.left);
+  const at::Tensor right = turned(factors.right);
   if (as<gen::GroupedMmBackward0>(*task.node)) {
     const at::AutoDispatchBelowADInplaceOrView no_view;  // of each group's rows
-    return at::_grouped_mm(left, right, offsets_in(product));
+    const at::Tensor offsets = tensor_in(product.offsets);
+    return at::_grouped_mm(left, right, offsets.defined() ? std::optional(offsets) : std::nullopt);
   }
   return product_of(left, right);
 }
@@ -126,7 +120,7 @@ variable_list convolved(const Task& task, const Product& product) {
   auto [input, weight, bias] = at::convolution_backward_symint(
       product.output_grad.tensor(), tensor_in(product.other), filled(*product.weight),
       n.bias_sym_sizes_opt, n.stride, n.padding, n.dilation, n.transposed, n.output_padding,
-      n.groups, {false, true, task.face_at(2).has_value()});
+      n.groups, {false, true, task.face_at(2) >= 0});
   return {std::move(input), std::move(weight), std::move(bias)};
 }
 
@@ -138,6 +132,11 @@ const Product* product_at(const Task& task, size_t f) {
              ? product
              : nullptr;
 }
+
+/// A product on its way into a sum.
+struct Addition {
+  at::Tensor sum, left, right;
+};
 
 bool is_wider(c10::ScalarType sum, c10::ScalarType product) {
   return sum != product && c10::promoteTypes(sum, product) == sum;
@@ -193,17 +192,10 @@ bool add_in_place(const at::Tensor& grad, c10::ScalarType type, const Task& task
   }
   Factors factors = factors_of(task, product, task.plan(f));
   Operand sum{grad, factors.is_transposed};
-  if (is_subclass(grad)) {
-    auto local = local_product(sum, factors.left, factors.right);
-    if (!local) {
-      return false;
-    }
-    sum.matrix = std::move(local->sum);
-    factors.left.matrix = std::move(local->left);
-    factors.right.matrix = std::move(local->right);
+  if (is_subclass(grad) && !make_local(sum, factors.left, factors.right)) {
+    return false;
   }
-  const Addition a{oriented(sum), turned(factors.left.matrix, factors.left.is_transposed),
-                   turned(factors.right.matrix, factors.right.is_transposed)};
+  const Addition a{oriented(sum), turned(factors.left), turned(factors.right)};
   if (at::has_internal_overlap(a.sum) != at::MemOverlap::No || a.sum.dim() != a.left.dim() ||
       a.sum.size(-2) != a.left.size(-2) || a.sum.size(-1) != a.right.size(-1) ||
       a.sum.device() != a.left.device() || a.sum.is_alias_of(a.left) ||
@@ -278,7 +270,7 @@ at::Tensor face_grad(Task& task, size_t f, variable_list& outputs) {
   }
   if (const Product* product = product_at(task, f)) {
     const Factors factors = factors_of(task, *product, task.plan(f));
-    const at::Tensor grad = turned(multiplied(task, *product, factors), factors.is_transposed);
+    const at::Tensor grad = turned({multiplied(task, *product, factors), factors.is_transposed});
     return task.plan(f).is_viewed ? along_path(task, f, grad) : grad;
   }
   if (const auto* of_sum = std::get_if<Product>(&task.work)) {
