@@ -156,7 +156,7 @@ static PyObject *is_watched(PyObject *Py_UNUSED(module), PyObject *tensor)
     return zbp_or_raise(zbp_is_watched(tensor, &error), &error);
 }
 
-PyDoc_STRVAR(distrust_doc, "distrust(node_type, /)\n--\n\nIts nodes run whole in I or, as layouts, in W.");
+PyDoc_STRVAR(distrust_doc, "distrust(node_type, /)\n--\n\nNone of its nodes is split.");
 
 static PyObject *distrust(PyObject *Py_UNUSED(module), PyObject *node_type)
 {
