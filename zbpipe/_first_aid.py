@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import platform
 import sys
 from pathlib import Path
 from types import TracebackType
@@ -56,6 +57,7 @@ def _say(kind: type[BaseException], error: BaseException, traceback: TracebackTy
     faults = [f"zbpipe cannot be imported: {error if isinstance(error, ImportError) else f'{kind.__name__}: {error}'}"]
     line("zbpipe", f"{__version__}, {HERE.parent}")
     line("Python", f"{sys.version.split()[0]}, {sys.executable}")
+    line("machine", platform.machine())
     line("torch", _find_torch())
     line("numpy", find_numpy(faults))
     for name in sorted(name for name in os.environ if name.startswith("ZBPIPE_")):

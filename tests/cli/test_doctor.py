@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -76,6 +77,7 @@ def test_all_is_well(doctor):
     assert not [line for line in lines if line.startswith(("FAULT", "  "))]
     said = dict(line.split(":", 1) for line in lines[:-1])
     assert said["torch"].strip().startswith(f"{torch.__version__}, ")
+    assert said["machine"].strip() == platform.machine()
     assert " looked at, all known" in said["private parts"]
     assert said["patched now"].strip() == "no"
     with zbpipe.patch():
@@ -241,7 +243,7 @@ def test_what_the_page_says_first_the_doctor_finds(tmp_path, state):
     faults = [line for line in lines if line.startswith("FAULT: ")]
     assert any(re.search(ROWS[row], fault) and re.search(besides, fault) for fault in faults), faults
     assert [line.split(":")[0] for line in lines][:1] == ["zbpipe"]
-    assert {"Python", "torch", "numpy"} <= {line.split(":")[0] for line in lines}
+    assert {"Python", "machine", "torch", "numpy"} <= {line.split(":")[0] for line in lines}
 
 
 def test_no_row_of_the_page_is_left_out():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +53,7 @@ def run(everything: bool = False) -> int:
     line("zbpipe", f"{__version__}, {Path(__file__).parents[1]}")
     line("built with", f"{_build}, {_native.PYTHON}")
     line("Python", f"{sys.version.split()[0]}, {sys.executable}")
+    line("machine", platform.machine())
     line("torch", f"{torch.__version__}, {torch_is(notes)}, {Path(torch.__file__).parent}")
     line("numpy", find_numpy(faults))
     line("CUDA", f"{torch.version.cuda}, {torch.cuda.device_count()} devices" if torch.version.cuda else "none")
