@@ -30,7 +30,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help torch demo docs wheel wheels library dev test test-core mutants test-system test-long test-all test-clients clients nightly programs asan tsan-torch ubsan tsan valgrind fuzz fuzz-long cov lint fmt bench gpu clean pytest
+.PHONY: help torch demo docs wheel wheels library dev test test-core mutants test-system test-long test-all test-clients clients nightly programs asan tsan-torch ubsan tsan valgrind fuzz fuzz-long cov lint fmt bench gpu arm clean pytest
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -167,6 +167,11 @@ bench: $(VENV)/.built $(VENV)/.extras-bench $(VENV)/.extras-demo ## measure all 
 # Without a virtual environment: PYTHON is the one that has CUDA's torch and pytest.
 gpu: ## build and run what wants a GPU on PYTHON's own torch, in nine minutes; ONLY=real_size: four more; DEVICE=cpu rehearses it
 	$(PYTHON) tools/gpu.py --device $(or $(DEVICE),cuda) $(if $(ONLY),--only $(ONLY))
+
+arm: ## as root: build zbpipe for aarch64 in build/arm and run what PARTS names there, emulated; tools/arm/arm.sh says more
+	tools/arm/arm.sh setup
+	tools/arm/arm.sh build
+	tools/arm/arm.sh test $(PARTS)
 
 clean: ## remove what was built, and every .venv
 	rm -rf build dist *.egg-info .venv .venv-* .pytest_cache .mypy_cache .ruff_cache
