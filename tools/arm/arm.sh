@@ -9,9 +9,9 @@
 #   arm.sh run COMMAND    runs a command there, in the copy of the tree; arm.sh run bash: a shell
 #   arm.sh clean          removes it all; refuses while something is mounted there
 #
-# It needs root, for chroot and mounts, and Debian's qemu-user-static and debootstrap. It tells the kernel how to start
-# aarch64 programs, by an entry of binfmt_misc with a name of its own, which clean removes. Mounts lie in a private
-# mount namespace, processes in a PID namespace: both end with the command.
+# It needs root, for chroot and mounts, and Debian's qemu-user-static, debootstrap and g++-12-aarch64-linux-gnu. It tells
+# the kernel how to start aarch64 programs, by an entry of binfmt_misc with a name of its own, which clean removes.
+# Mounts lie in a private mount namespace, processes in a PID namespace: both end with the command.
 # ARM names another folder than build/arm, QEMU_CPU another processor than neoverse-n1.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
@@ -76,6 +76,23 @@ configured() {
     rm -rf "$root"/var/cache/apt/archives/*.deb
 }
 
+# The compilers proper become this machine's own for aarch64, of the same release: they run without emulation.
+compilers() {
+    local from=/usr/lib/gcc-cross/aarch64-linux-gnu/12 to=/usr/lib/gcc/aarch64-linux-gnu/12 file
+    if [ ! -x $from/cc1plus ]; then
+        echo "arm.sh: no $from/cc1plus (apt-get install g++-12-aarch64-linux-gnu): compilers run emulated, for an hour"
+        return
+    fi
+    mkdir -p "$root/usr/aarch64-linux-gnu" "$root${from%/*}"
+    ln -sfn $to "$root$from"
+    ln -sfn /usr/include "$root/usr/aarch64-linux-gnu/include"
+    ln -sfn /usr/include/aarch64-linux-gnu/c++/12 "$root/usr/include/c++/12/aarch64-linux-gnu"
+    ldd $from/cc1 $from/cc1plus | grep -oE '/lib[^ ]+ ' | sort -u | while read -r file; do
+        install -D "$file" "$root$file"
+    done
+    install $from/cc1 $from/cc1plus "$root$to/"
+}
+
 # pip of this machine fetches what is for the other, so nothing runs emulated.
 for_arm() {
     # shellcheck disable=SC2046
@@ -117,7 +134,7 @@ setup_arm() {
         fail "$qemu or debootstrap is missing: apt-get install qemu-user-static debootstrap"
     fi
     mkdir -p "$place"
-    for name in unpacked configured fetched without_cuda; do
+    for name in unpacked configured compilers fetched without_cuda; do
         step "$name"
     done
 }
