@@ -74,6 +74,7 @@ unpacked() {
 configured() {
     inside /debootstrap/debootstrap --second-stage || fail "debootstrap's second stage failed: see $root/debootstrap"
     rm -rf "$root"/var/cache/apt/archives/*.deb
+    echo "127.0.0.1 localhost $(uname -n)" >"$root/etc/hosts" # ranks look for each other by name
 }
 
 # The compilers proper become this machine's own for aarch64, of the same release: they run without emulation.
