@@ -9,10 +9,10 @@
 #   arm.sh run COMMAND    runs a command there, in the copy of the tree; arm.sh run bash: a shell
 #   arm.sh clean          removes it all; refuses while something is mounted there
 #
-# It needs root, for chroot and mounts, and Debian's qemu-user-static, debootstrap and g++-12-aarch64-linux-gnu. It tells
-# the kernel how to start aarch64 programs, by an entry of binfmt_misc with a name of its own, which clean removes.
+# It needs root, for chroot and mounts, and Debian's qemu-user-static, debootstrap and g++-12-aarch64-linux-gnu. It
+# tells the kernel how to start aarch64 programs, by an entry of binfmt_misc with a name of its own, which clean removes.
 # Mounts lie in a private mount namespace, processes in a PID namespace: both end with the command.
-# ARM names another folder than build/arm, QEMU_CPU another processor than neoverse-n1.
+# ARM names another folder than build/arm, QEMU_CPU another processor than max,sve=off, which is quick and has bfloat16.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -52,7 +52,7 @@ inside() { # a command and its arguments, in the chroot
         mount -t tmpfs tmpfs "$root/dev/shm"
         # Not as process 1, which no signal of its own ends.
         chroot "$root" env -i -C /zbpipe HOME=/root LANG=C.UTF-8 PATH="$packages/bin:/usr/sbin:/usr/bin:/sbin:/bin" \
-            QEMU_CPU="${QEMU_CPU:-neoverse-n1}" PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore \
+            QEMU_CPU="${QEMU_CPU:-max,sve=off,pauth-impdef=on}" PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore \
             OMP_NUM_THREADS=1 MAX_JOBS="${MAX_JOBS:-2}" ZBPIPE_WERROR=1 "$@"
         exit 0' "$entry" "$qemu" "$root" "$packages" "$@"
 }
@@ -62,8 +62,8 @@ processor() {
     local cpu=$root/sys/devices/system/cpu number
     for number in 0 1; do
         printf '%s\t: %s\n' processor $number BogoMIPS 2000.00 \
-            Features "fp asimd aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp" \
-            "CPU implementer" 0x41 "CPU architecture" 8 "CPU variant" 0x3 "CPU part" 0xd0c "CPU revision" "1"
+            Features "fp asimd aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp bf16" \
+            "CPU implementer" 0x41 "CPU architecture" 8 "CPU variant" 0x3 "CPU part" 0xd0c "CPU revision" 1
         echo
         mkdir -p "$cpu/cpu$number/regs/identification"
         echo 0x00000000413fd0c1 >"$cpu/cpu$number/regs/identification/midr_el1"
