@@ -1,6 +1,6 @@
 """A plugin of pytest for tools/arm: files in alphabetical order until MINUTES are over, and the names of those left.
 
-It leaves out the tests that emulated.txt names: on these the emulator fails, not zbpipe.
+It leaves out the tests that emulated.txt names, for the emulator's sake.
 """
 
 import os
