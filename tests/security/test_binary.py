@@ -24,8 +24,9 @@ WAYS_OUT = re.compile(
     r"|_ZN?S?t?.*basic_(if|of|f)stream.*|.*basic_filebuf.*|.*filesystem.*"
     r"|Py(Run|Eval_Eval|Marshal|Import_Exec|Sys_SetObject).*|Py_CompileString.*|PyCode_New.*"
 )
-# A source's name with its directory, or a directory, as the compiler puts them into messages.
-ABSOLUTE = re.compile(rb"(?<=\0)/[\w./+@-]+\.(?:c|cc|cpp|cxx|h|hpp|inc|py)(?=\0)")
+# A source's name with its directory, or a directory, as the compiler puts them into messages. On aarch64 the first of
+# them follows code.
+ABSOLUTE = re.compile(rb"(?<![ -~])/[\w./+@-]+\.(?:c|cc|cpp|cxx|h|hpp|inc|py)(?=\0)")
 
 
 def faults_of(path):
