@@ -66,11 +66,13 @@ def report() -> list[str]:
 
 def _once(check: Callable[[], str]) -> str:
     if check not in _found and _failures < _ATTEMPTS:
-        thread = threading.Thread(target=_run, args=(check,), name="zbpipe self-check", daemon=True)
+        # No daemon, also of one: the interpreter waits for it before it ends.
+        thread = threading.Thread(target=_run, args=(check,), name="zbpipe self-check", daemon=False)
         try:
             thread.start()
         except RuntimeError as error:  # there can be no further thread
-            _fail(error)
+            if "shutdown" not in str(error):
+                _fail(error)
         else:
             thread.join()
     # Here, since a handler may want a lock that the caller has.
