@@ -98,6 +98,8 @@ class Audit:
         if event == "subprocess.Popen":
             # `doctor` asks another Python what ZBPIPE_PATCH=1 does there.
             return str(PACKAGE / "_cli" / "doctor.py") in files and arguments[0] == sys.executable
+        if event.startswith("ctypes.") and arguments[-1] in (torch._C.__file__, "omp_set_num_threads"):
+            return True  # torch's own OpenMP, which is loaded, is asked for one thread
         if event == "socket.gethostname":
             return True  # in the report of an allocation that failed
         return not own
