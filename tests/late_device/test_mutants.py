@@ -1,9 +1,5 @@
 """Faults planted in a copy of the sources, each of which the device that runs late must find."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 from support import trees
 from support.trees import ROOT
@@ -52,13 +48,7 @@ MUTANTS = {
 
 def passes(tree, cases):
     options = ("-c", ROOT / "pyproject.toml", "--rootdir", ROOT, "-q", "-x", f"late_device/{cases}_cases.py")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *map(str, options), "-p", "no:cacheprovider", "-p", "no:xdist"],
-        cwd=ROOT / "tests",
-        env={**os.environ, "PYTHONPATH": str(tree), "ZBPIPE_UNDER": str(tree)},
-        capture_output=True,
-        text=True,
-    )
+    done = trees.run(tree, "-m", "pytest", *options, "-p", "no:cacheprovider", "-p", "no:xdist")
     assert " passed" in done.stdout or " failed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
     return " failed" not in done.stdout
 

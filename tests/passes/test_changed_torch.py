@@ -1,10 +1,6 @@
 """A library whose formulas differ from torch's, and whose stand-ins call hooks in another order: as if torch had changed.
 The self-check finds the ones and runs such nodes whole, test_call_function.py finds the other."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 from support import trees
 
@@ -48,18 +44,8 @@ def tree(tmp_path_factory):
     return tree
 
 
-def run(tree, *arguments):
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        cwd=trees.ROOT / "tests",
-        env={**os.environ, "PYTHONPATH": str(tree), "ZBPIPE_UNDER": str(tree)},
-        capture_output=True,
-        text=True,
-    )
-
-
 def test_what_torch_computes_otherwise_is_named_and_runs_whole(tree):
-    done = run(tree, "-c", STEPS)
+    done = trees.run(tree, "-c", STEPS)
     assert done.returncode == 0, done.stderr
     named = [line.split()[0] for line in done.stderr.splitlines() if "gives another gradient than zbpipe's" in line]
     assert sorted(named) == ["AddmmBackward0", "ConvolutionBackward0", "TransposeBackward0"]
@@ -67,5 +53,5 @@ def test_what_torch_computes_otherwise_is_named_and_runs_whole(tree):
 
 def test_hooks_in_another_order_are_found(tree):
     options = ("-c", trees.ROOT / "pyproject.toml", "--rootdir", trees.ROOT, "-q", "-p", "no:cacheprovider")
-    done = run(tree, "-m", "pytest", *options, "passes/test_call_function.py")
+    done = trees.run(tree, "-m", "pytest", *options, "passes/test_call_function.py")
     assert " failed" in done.stdout and "assert made == calls" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]

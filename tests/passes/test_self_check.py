@@ -62,32 +62,12 @@ def split():
 
 
 @contextlib.contextmanager
-def default_device(name):
-    before = torch.get_default_device()
-    torch.set_default_device(name)
+def setting(change, value, before):
+    change(value)
     try:
         yield
     finally:
-        torch.set_default_device(before)
-
-
-@contextlib.contextmanager
-def default_dtype(dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextlib.contextmanager
-def deterministic():
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+        change(before)
 
 
 @contextlib.contextmanager
@@ -109,12 +89,12 @@ CONTEXTS = {
     "inference mode": torch.inference_mode,
     "no_grad": torch.no_grad,
     "a fake-tensor mode": FakeTensorMode,
-    "default device meta": lambda: default_device("meta"),
-    "default dtype bfloat16": lambda: default_dtype(torch.bfloat16),
+    "default device meta": lambda: setting(torch.set_default_device, "meta", torch.get_default_device()),
+    "default dtype bfloat16": lambda: setting(torch.set_default_dtype, torch.bfloat16, torch.get_default_dtype()),
     "default saved-tensor hooks": lambda: torch.autograd.graph.saved_tensors_hooks(refuse, refuse),
     "functorch": in_vmap,
     "anomaly mode": torch.autograd.detect_anomaly,
-    "deterministic algorithms": deterministic,
+    "deterministic algorithms": lambda: setting(torch.use_deterministic_algorithms, True, False),
 }
 
 

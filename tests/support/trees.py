@@ -41,3 +41,14 @@ def build(tree):
         text=True,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+def run(tree, *arguments):
+    """What Python did with these arguments, in the folder of the tests, on the tree's zbpipe."""
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=ROOT / "tests",
+        env={**os.environ, "PYTHONPATH": str(tree), "ZBPIPE_UNDER": str(tree)},
+        capture_output=True,
+        text=True,
+    )

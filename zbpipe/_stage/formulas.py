@@ -57,9 +57,8 @@ APART = (
     Case("AddmmBackward0", ((2,), (3, 4), (4, 2)), lambda b, x, w: b.addmm(x, w)),
     Case("AddmmBackward0", ((3, 2), (4, 3), (4, 2)), lambda b, x, w: b.addmm(x.t(), w, beta=2, alpha=3)),
     Case("MmBackward0", ((3, 4), (4, 2)), lambda x, w: x.mm(w)),
-    Case(
-        "MmBackward0", ((3, 4), (4, 2)), lambda x, w: x.mm(w), torch.complex128
-    ),  # which W computes by the node itself
+    # W lets the nodes of complex products compute.
+    Case("MmBackward0", ((3, 4), (4, 2)), lambda x, w: x.mm(w), torch.complex128),
     Case("BmmBackward0", _SUM[1:], lambda x, w: x.bmm(w)),
     Case("BmmBackward0", _SUM[1:], lambda x, w: x.bmm(w), torch.complex128),
     Case("BaddbmmBackward0", _SUM, lambda b, x, w: b.baddbmm(x, w)),

@@ -75,7 +75,13 @@ def _once(check: Callable[[], str]) -> str:
                 _fail(error)
         else:
             thread.join()
-    # Here, since a handler may want a lock that the caller has.
+    if _unsaid:
+        _say()
+    return _found.get(check, "")
+
+
+def _say() -> None:
+    """On the caller's thread, since a handler may want a lock that the caller has."""
     with contextlib.suppress(IndexError):  # another thread says it
         while _unsaid:
             sentence = _unsaid.pop(0)
@@ -83,7 +89,6 @@ def _once(check: Callable[[], str]) -> str:
                 _said[sentence] = None
                 with contextlib.suppress(Exception):  # of a logger's filters
                     logging.getLogger("zbpipe").warning("%s", sentence)
-    return _found.get(check, "")
 
 
 def _fail(error: BaseException) -> None:

@@ -75,8 +75,8 @@ class Recording:
     def __enter__(self) -> Recording:
         if self._is_running or self._is_over:
             raise RuntimeError("a recording can be entered once; call zbpipe.memory.record() again for another one")
-        for look in (self_check.look, self_check.look_at_regions):  # whose tensors are not the program's
-            look()
+        self_check.look()  # whose tensors are not the program's
+        self_check.look_at_regions()
         self._log.start(gc.get_objects())
         if self._folder is not None:
             from zbpipe.memory._out_of_memory import reporter  # with which the leak tools come
