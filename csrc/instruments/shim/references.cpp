@@ -30,13 +30,6 @@ using namespace zbp;
 
 namespace {
 
-/// That of a C++ Function, whatever the Function is.
-bool is_cpp_function(const Node& node) {
-  std::string_view space = name_of<torch::autograd::CppNode<int>>();
-  space.remove_suffix(std::string_view("iEE").size());
-  return std::string_view(typeid(node).name()).substr(0, space.size()) == space;
-}
-
 /// Ours hold nothing.
 bool is_ours(const std::type_info& type) {
   return std::strstr(type.name(), "3zbp") != nullptr;
@@ -220,7 +213,7 @@ void add_contents(Node& node, References& references) {
         add_saved(saved, "saved tensor", index++, references);
       }
     }
-  } else if (is_cpp_function(node)) {
+  } else if (is_like<torch::autograd::CppNode<int>>(node, "iEE")) {  // whatever its Function
     references.add_unseen("what nodes of C++ Functions have saved");
   } else if (is_generated(node)) {
     const auto add_one = [&](const SavedVariable& saved, const char* name, int32_t i) {

@@ -21,4 +21,12 @@ T* as_hidden(Object& object) {
   return typeid(object).name() == name_of<T>() ? static_cast<T*>(&object) : nullptr;
 }
 
+/// True if the name of its type is T's but for T's `end`.
+template <class T, class Object>
+bool is_like(const Object& object, std::string_view end) {
+  std::string_view begin = name_of<T>();
+  begin.remove_suffix(end.size());
+  return std::string_view(typeid(object).name()).substr(0, begin.size()) == begin;
+}
+
 }  // namespace zbp

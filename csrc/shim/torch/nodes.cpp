@@ -25,11 +25,7 @@ bool has_hooks(Node& node) {
 }
 
 bool is_generated(const Node& node) {
-  static const std::string_view space = [] {
-    std::string_view name = name_of<torch::autograd::generated::MmBackward0>();
-    return name.substr(0, name.size() - std::string_view("11MmBackward0E").size());
-  }();
-  return std::string_view(typeid(node).name()).substr(0, space.size()) == space;
+  return is_like<torch::autograd::generated::MmBackward0>(node, "11MmBackward0E");
 }
 
 bool is_python_function(const Node& node) {
