@@ -30,12 +30,12 @@ for kind, clones in ((CONTEXT, 0), (RAW, 1)):
     foreign.foreign_install(kind)
     before = foreign.foreign_installed()
     with memory.record() as rec:
-        during = foreign.foreign_installed()
+        during, kept = foreign.foreign_installed(), foreign.foreign_live()  # zbpipe keeps one empty tensor in a process
         with memory.record():
             assert foreign.foreign_installed() == during != before
         assert foreign.foreign_installed() == during
         a = torch.ones(10)
-        assert (rec.live, foreign.foreign_live()) == (40, 1)
+        assert (rec.live, foreign.foreign_live()) == (40, kept + 1)
         b = torch.ones(5)
         c = b[1:].clone()
         del b, c
@@ -43,11 +43,11 @@ for kind, clones in ((CONTEXT, 0), (RAW, 1)):
         assert rec.live == 80
         assert foreign.foreign_clones() == clones, "a context of ours is not simple"
     assert foreign.foreign_installed() == before
-    assert foreign.foreign_live() == 1
+    assert foreign.foreign_live() == kept + 1
     assert float(a[:10].sum()) == 10
     a.resize_(30)
     del a
-    assert foreign.foreign_live() == 0
+    assert foreign.foreign_live() == kept <= 1
 """,
     "one that comes while we record": """
 rec = memory.record()
