@@ -213,6 +213,7 @@ def test_a_case_that_raises_is_told_from_the_others(fresh, said, monkeypatch):
     assert "raises RuntimeError('of its own') where zbpipe's formula is tried" in said()[0]
     monkeypatch.setattr(self_check, "_found", {})
     monkeypatch.setattr(formulas, "APART", (case, case))
+    monkeypatch.setattr(formulas, "WAYS", ())
     self_check.look()
     assert self_check._found == {} and fresh == ["MmBackward0"]
 
@@ -261,8 +262,7 @@ def test_where_no_thread_can_be_started_nothing_is_decided(fresh, said, monkeypa
 
 
 def nodes_of(case):
-    (graph,) = formulas._graphs(case, formulas._leaves(case, torch.arange(96.0)))
-    nodes = [graph.output.grad_fn]
+    nodes = [next(formulas._graphs(case)).output.grad_fn]
     for node in nodes:
         nodes += [further for further, _ in node.next_functions if further is not None]
     return {node.name() for node in nodes}
@@ -279,6 +279,14 @@ def test_there_is_a_case_for_each_type_that_the_shim_knows():
 @pytest.mark.parametrize("case", [*formulas.APART, *formulas.WAYS], ids=lambda case: case.blamed)
 def test_the_graph_of_each_case_has_a_node_of_its_type(case):
     assert case.blamed in nodes_of(case)
+
+
+def test_each_type_is_tried_with_each_choice_of_leaves():
+    choices = {}
+    for case in formulas.APART:
+        assert len(case.choices) == len(set(case.choices))
+        choices.setdefault((case.blamed, len(case.leaves)), set()).update(case.choices)
+    assert all(tried == set(range(1, 2**count - 1)) for (_, count), tried in choices.items())
 
 
 def test_both_kinds_of_split_are_tried(monkeypatch):
@@ -395,18 +403,17 @@ def test_the_first_input_pass_in_a_forked_child():
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("inputs", [1, 2])
-def test_a_type_that_the_cpu_does_not_compute(inputs):
+def test_a_type_that_the_cpu_does_not_compute():
     case = formulas.Case(
         "FusedRmsNormBackward0",
         ((3, 4), (4,)),
         lambda x, w: torch.ops.aten._fused_rms_norm(x, [4], w, 1e-5)[0],
-        torch.float32,
+        dtype=torch.float32,
         is_rounded=True,
     )
-    graphs = list(formulas._graphs(case, formulas._leaves(case, torch.arange(96.0, device="cuda"))))
-    assert graphs[0].output.grad_fn.name() == case.blamed
-    assert list(formulas._differing(graphs, inputs)) == []
+    graphs = list(formulas._graphs(case, "cuda"))
+    assert [graph.output.grad_fn.name() for graph in graphs] == [case.blamed] * 2
+    assert list(formulas._differing(graphs)) == []
 
 
 def test_a_renamed_getter_is_found_and_refused():
