@@ -176,12 +176,9 @@ def _listed_groups(values: Iterable[Any]) -> tuple[ParamGroup, ...]:
             "returns them"
         )
     if len(set(listed)) < len(listed):
-        raise ValueError(f"param_groups[{_first_repeated(listed)}] is listed twice")
+        repeated = next(i for i, group in enumerate(listed) if group in listed[:i])
+        raise ValueError(f"param_groups[{repeated}] is listed twice")
     return listed
-
-
-def _first_repeated(values: Sequence[Any]) -> int:
-    return next(i for i, value in enumerate(values) if value in values[:i])
 
 
 def _check_listed(weights: tuple[Any, ...], groups: tuple[Any, ...]) -> None:
@@ -233,7 +230,8 @@ def stage_backward(
         if outputs_with_grads_idxs is not None:
             stage_output = [stage_output[i] for i in outputs_with_grads_idxs]
             output_grads = [output_grads[i] for i in outputs_with_grads_idxs]
-        roots, root_grads = _flatten(stage_output, output_grads)
+        ends = list(_flatten(stage_output, output_grads))
+        roots, root_grads = [root for root, _ in ends], [grad for _, grad in ends]
         if seen := observer:
             seen("B", backward, roots, root_grads)
         else:
@@ -270,49 +268,36 @@ def _take_grad(value: Any) -> torch.Tensor | None:
     return grad
 
 
-def _flatten(output: Any, grad: Any) -> tuple[list[Any], list[torch.Tensor | None]]:
-    """The tensors and edges of a nested output that take a gradient, in order, and their gradients."""
-    roots: list[Any] = []
-    root_grads: list[torch.Tensor | None] = []
-    pending: list[tuple[Any, Any]] = [(output, grad)]
-    while pending:
-        output, grad = pending.pop()
-        if isinstance(output, GradientEdge):
-            if not isinstance(grad, torch.Tensor):
-                raise _EdgeWithoutGradient(
-                    f"a GradientEdge requires output gradients: it requires a gradient but got {type(grad)}"
-                )
-        elif isinstance(output, torch.Tensor):
-            if not output.requires_grad and output.grad_fn is None:
-                continue
+def _flatten(output: Any, grad: Any) -> Iterator[tuple[Any, torch.Tensor | None]]:
+    """The tensors and edges of a nested output that take a gradient, in order, each with its gradient."""
+    if isinstance(output, GradientEdge):
+        if not isinstance(grad, torch.Tensor):
+            raise _EdgeWithoutGradient(
+                f"a GradientEdge requires output gradients: it requires a gradient but got {type(grad)}"
+            )
+        yield output, grad
+    elif isinstance(output, torch.Tensor):
+        if output.requires_grad or output.grad_fn is not None:
             if not isinstance(grad, (torch.Tensor, type(None))):
                 raise AssertionError(f"Expected Tensor or None gradient but got {type(grad)}")
-        else:
-            pending.extend(reversed(_children(output, grad)))
-            continue
-        roots.append(output)
-        root_grads.append(grad)
-    return roots, root_grads
-
-
-def _children(output: Any, grad: Any) -> list[tuple[Any, Any]]:
-    if isinstance(output, (tuple, list)):
+            yield output, grad
+    elif isinstance(output, (tuple, list)):
         if grad is None:
-            return [(edge, None) for edge in output if isinstance(edge, GradientEdge)]
+            output = [edge for edge in output if isinstance(edge, GradientEdge)]
+            grad = [None] * len(output)
         if not isinstance(grad, (tuple, list)):
             raise AssertionError(f"grad_value expected to have type {type(output)} but got {type(grad)}")
         if len(output) != len(grad):
             raise AssertionError(f"Expected len(output_val) == len(grad_val), got {len(output)} != {len(grad)}")
-        return list(zip(output, grad, strict=True))
-    if isinstance(output, dict):
-        if grad is None:
-            return []
+        for value, its_grad in zip(output, grad, strict=True):
+            yield from _flatten(value, its_grad)
+    elif isinstance(output, dict) and grad is not None:
         if not isinstance(grad, dict):
             raise AssertionError(f"Expected dict, got {type(grad)}")
         if output.keys() != grad.keys():
             raise AssertionError(f"Expected keys {set(output)}, got {set(grad)}")
-        return [(value, grad[key]) for key, value in output.items()]
-    return []
+        for key, value in output.items():
+            yield from _flatten(value, grad[key])
 
 
 def _failed(what: str, outputs: Any, grads: Any, inputs: Any) -> RuntimeError:
@@ -328,20 +313,12 @@ def _failed(what: str, outputs: Any, grads: Any, inputs: Any) -> RuntimeError:
 def _text(value: Any) -> str:
     """As torch's ``pipelining._debug`` writes it; an import of that takes memory, which may have run out."""
     try:
-        return str(_with_shapes(value))
+        return str(torch.fx.node.map_aggregate(value, _shape_or_text))
     except Exception:  # of the caller's own object; the backward's error matters more
         return f"a {type(value).__name__}"
 
 
-def _with_shapes(value: Any) -> Any:
-    """``value`` with each tensor, and each other object in its tuples, lists and dicts, as text."""
+def _shape_or_text(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"Tensor({value.shape}, grad={value.requires_grad}, dtype={value.dtype})"
-    if isinstance(value, tuple):
-        entries = [_with_shapes(entry) for entry in value]
-        return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)
-    if isinstance(value, list):
-        return [_with_shapes(entry) for entry in value]
-    if isinstance(value, dict):
-        return {key: _with_shapes(entry) for key, entry in value.items()}
     return str(value)
