@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from zbpipe._formatting import described
 from zbpipe._torch import autograd
 
 _LISTED = 8  # holders that a refusal describes; it counts the others
@@ -68,7 +69,7 @@ def describe(tensor: torch.Tensor) -> str:
         kind = f"result of {tensor.grad_fn.name()}"
     else:
         kind = "leaf that requires a gradient" if tensor.requires_grad else "tensor without history"
-    return f"{kind} of {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
+    return f"{kind} of {described(tensor)} on {tensor.device}"
 
 
 def _nodes_below(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:

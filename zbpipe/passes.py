@@ -72,23 +72,23 @@ def stage_backward_input(
     grads: Any = output_grads
     if handover.has_outputs() and any(_requires_grad(loss) for loss in outputs):
         outputs, grads = _with_outputs(outputs, grads)
-    stages = handover.take_stages_pass()
-    served = handover.in_graph(weights) if stages is None else None
-    inputs = input_values if stages is None else input_values[: stages.received]
+    received = handover.take_stages_pass()
+    served = handover.in_graph(weights) if received is None else None
+    inputs = input_values if received is None else input_values[:received]
     given = (
         _listed("stage_outputs_or_loss", outputs),
         None if grads is None else _listed("output_grads", grads),
         _listed("input_values", inputs),
         None if served is None else _weights_of_input_pass(served, is_own=served is weights),
     )
-    if stages is None:
+    if received is None:
         backward.refuse_without_history(*given)
     try:
         with inner.backwards(policy):
             dinputs, groups = run(*given, policy)
     except BackwardError as error:
         raise _failed("stage backward input", stage_outputs_or_loss, output_grads, input_values) from error.__cause__
-    if stages is not None:
+    if received is not None:
         dinputs = (*dinputs, *(None for _ in range(len(dinputs), len(input_values))))
     return dinputs, groups
 
@@ -140,13 +140,13 @@ def stage_backward_weight(
     policy = get_policy()
     if policy.main_grad:
         scale.check_main_grad()
-    stages = handover.take_stages_pass()
-    served = None if stages else handover.in_graph(weights)
+    received = handover.take_stages_pass()
+    served = handover.in_graph(weights) if received is None else None
     groups = _listed_groups(param_groups)
     listed = None if served is None else _listed("weights", served)
     if listed is not None:
         _check_listed(listed, groups)
-    is_own = stages is None and served is weights
+    is_own = received is None and served is weights
     with inner.backwards(policy), fsdp.around_own(groups) if is_own else nullcontext():
         run(groups, retain_graph, policy)
     return () if listed is None else tuple([weight.grad for weight in listed])  # a generator takes a fifth longer

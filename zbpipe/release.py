@@ -16,6 +16,7 @@ import sys
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zbpipe import _C
@@ -121,14 +122,14 @@ def make_viewless(tensor: torch.Tensor) -> torch.Tensor:
                 f"tensor is a {type(tensor).__name__}, whose class the result could not have; "
                 "pass tensor.as_subclass(torch.Tensor)"
             )
-        if autograd.has_forward_gradient(tensor):
+        if forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
             raise ValueError(
                 f"tensor is a {describe(tensor)} and carries a forward-mode gradient, which the result would lose; "
                 "take it off with torch.autograd.forward_ad.unpack_dual"
             )
         # Only the result of an inference tensor may be an inference tensor.
         with torch.inference_mode(torch.is_inference_mode_enabled() and tensor.is_inference()):
-            place = _with_its_edge(tensor)
+            place = autograd.with_its_edge(tensor)
             with torch.no_grad():
                 # With the memory's version counter, by which nodes that saved the base notice a change in place.
                 return _C.twin(tensor if fills else _copy(tensor), place, None)
@@ -245,17 +246,3 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
         if stride == 0 and tensor.shape[dim] > 1:
             once = once.narrow(dim, 0, 1)
     return once.clone().expand_as(tensor)
-
-
-def _with_its_edge(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A tensor with the edge that a gradient of ``tensor`` takes; None if there is no such edge.
-
-    For a leaf it is a node in front of the accumulator, which is no history. A view made without grad mode has no edge,
-    though it requires a gradient if its base does.
-    """
-    if tensor.grad_fn is not None or not tensor.requires_grad:
-        return tensor
-    with torch.enable_grad():
-        behind = tensor.view_as(tensor)
-    node = behind.grad_fn
-    return behind if node is not None and node.next_functions[0][0] is not None else None

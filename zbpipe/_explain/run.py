@@ -18,7 +18,7 @@ from zbpipe._formatting import argument
 from zbpipe._policy import Policy, get_policy
 from zbpipe._stage.input_pass import input_pass
 from zbpipe._tasks import tasks_of
-from zbpipe._torch.autograd import is_dtensor
+from zbpipe._torch.autograd import is_dtensor, placed, with_its_edge
 from zbpipe._torch.ddp import is_ddp
 from zbpipe._torch.dispatch import pytree
 from zbpipe._torch.modules import is_under_fully_shard
@@ -215,8 +215,8 @@ def _given_grads(
             continue
         if (grad.shape, grad.dtype, grad.device) != (output.shape, output.dtype, output.device):
             raise ValueError(
-                f"output_grads[{i}] is a {_described(grad)}; output {i} of {type(module).__name__} is a "
-                f"{_described(output)}, and its gradient must be, too"
+                f"output_grads[{i}] is a {placed(grad)}; output {i} of {type(module).__name__} is a "
+                f"{placed(output)}, and its gradient must be, too"
             )
         found.append((output, grad))
     if not found:
@@ -225,15 +225,7 @@ def _given_grads(
 
 
 def _takes_gradient(output: torch.Tensor) -> bool:
-    """A view that was made under no_grad requires a gradient, as its base does, and has no node."""
-    if not output.requires_grad or output.grad_fn is not None:
-        return output.requires_grad
-    viewed = output.view_as(output).grad_fn
-    return viewed is not None and viewed.next_functions[0][0] is not None
-
-
-def _described(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
+    return output.requires_grad and with_its_edge(output) is not None
 
 
 def _forward(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:

@@ -17,6 +17,7 @@ these methods of its stages are wrapped:
 ddp.py and fsdp.py have the two kinds.
 """
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -50,8 +51,6 @@ def compute_outputs(original: _Function, self: Any, *args: Any, module: Any, **k
 
 def forward_maybe_with_nosync(original: _Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     _refuse_what_is_unknown(self)
-    if not is_ddp(self.submod):
-        return original(self, *args, **kwargs)
     with ddp.accumulating(self.submod):
         return original(self, *args, **kwargs)
 
@@ -79,12 +78,10 @@ def backward_maybe_with_nosync(
 
 
 def backward_weight_one_chunk(original: _Function, self: Any, *args: Any, **kwargs: Any) -> Any:
-    if self.dw_builder is not None:
-        return original(self, *args, **kwargs)
-    if self.is_first:
+    if self.is_first and self.dw_builder is None:
         _refuse_what_cannot_be_split(self)
-        return original(self, *args, **kwargs)
-    with handover.StagesPass():
+    is_own = not self.is_first and self.dw_builder is None
+    with handover.stages_pass() if is_own else contextlib.nullcontext():
         return original(self, *args, **kwargs)
 
 

@@ -49,8 +49,8 @@ def contributing(
             groups, searches = bwd_kwargs["param_groups"], driver.find_unused_parameters
             if not driver.static_graph and not searches:
                 _refuse_unused(stage, groups)
-            mentions = _mentions(groups) if searches and not driver.static_graph else []
-            bwd_kwargs = {**bwd_kwargs, "stage_output": mentions}
+            served = [w for group in groups for w in group.weights] if searches and not driver.static_graph else []
+            bwd_kwargs = {**bwd_kwargs, "stage_output": _mentions(served)}
         if driver is not stage.submod:  # else torch's stage does it
             ddp.expect_backward(driver, _with_tensors_for_edges(bwd_kwargs["stage_output"]))
     yield bwd_kwargs, last_backward and not counts
@@ -58,10 +58,10 @@ def contributing(
         ddp.reduce_all(driver, last_backward)
 
 
-def _mentions(param_groups: Iterable[Any]) -> list[torch.Tensor]:
-    """Tensors behind which DDP finds the weights of the groups, and no others."""
+def _mentions(weights: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors behind which DDP finds these weights, and no others."""
     with torch.enable_grad():
-        return [weight.view_as(weight) for group in param_groups for weight in group.weights]
+        return [weight.view_as(weight) for weight in weights]
 
 
 def _with_tensors_for_edges(outputs: Any) -> Any:
@@ -69,12 +69,9 @@ def _with_tensors_for_edges(outputs: Any) -> Any:
     the outputs that it has sent: tensors that lead to the same weights replace the edges."""
     if not isinstance(outputs, (tuple, list)):
         return outputs
-    leaves = list(leaves_behind(output for output in outputs if isinstance(output, GradientEdge)))
-    with torch.enable_grad():
-        return [
-            *(output for output in outputs if not isinstance(output, GradientEdge)),
-            *(x.view_as(x) for x in leaves),
-        ]
+    edges = [output for output in outputs if isinstance(output, GradientEdge)]
+    others = [output for output in outputs if not isinstance(output, GradientEdge)]
+    return [*others, *_mentions(leaves_behind(edges))]
 
 
 def _refuse_unused(stage: Any, param_groups: Iterable[Any]) -> None:

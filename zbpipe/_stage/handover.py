@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -14,27 +15,31 @@ from zbpipe._torch import fsdp
 from zbpipe._torch.autograd import is_view
 
 _outputs: contextvars.ContextVar[list[torch.Tensor]] = contextvars.ContextVar("zbpipe_outputs_beside_the_loss")
-_pass: contextvars.ContextVar[StagesPass | None] = contextvars.ContextVar("zbpipe_pass_of_a_stage")
+_received: contextvars.ContextVar[int | None] = contextvars.ContextVar("zbpipe_received_by_a_stage")
 _weights: contextvars.ContextVar[Mapping[torch.Tensor, torch.Tensor]] = contextvars.ContextVar("zbpipe_weights")
 
 
-class BesideTheLoss:
+@contextlib.contextmanager
+def _set(variable: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+@contextlib.contextmanager
+def beside_the_loss(outputs: Sequence[object]) -> Iterator[None]:
     """A context for the last stage's I: I detaches these outputs beside the loss, or leaves them to its W.
 
     Outputs that no I of zbpipe's takes are detached at the end, as torch's stage would.
     """
-
-    def __init__(self, outputs: Sequence[object]) -> None:
-        self._waiting = [output for output in outputs if isinstance(output, torch.Tensor)]
-
-    def __enter__(self) -> None:
-        self._token = _outputs.set(self._waiting)
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        _outputs.reset(self._token)
-        for output in self._waiting if kind is None else ():
-            if output.grad_fn is not None and not is_view(output):  # torch's stage does not detach views either
-                output.detach_()
+    waiting = [output for output in outputs if isinstance(output, torch.Tensor)]
+    with _set(_outputs, waiting):
+        yield
+    for output in waiting:
+        if output.grad_fn is not None and not is_view(output):  # torch's stage does not detach views either
+            output.detach_()
 
 
 def has_outputs() -> bool:
@@ -50,40 +55,27 @@ def take_outputs() -> list[torch.Tensor]:
     return taken
 
 
-class StagesPass:
+def stages_pass(received: int = 0) -> contextlib.AbstractContextManager[None]:
     """A context whose first I or W is a stage's own.
 
     That pass serves all leaves of the graph, as an ordinary backward does. Some are not the stage's module's: those of
     a loss with weights, or of another stage. The first ``received`` of I's input values are the stage's inputs. The
     others are keyword arguments: nobody sends their gradients, so I goes through to the leaves behind them.
     """
-
-    def __init__(self, received: int = 0) -> None:
-        self.received = received
-
-    def __enter__(self) -> None:
-        self._token = _pass.set(self)
-
-    def __exit__(self, *error: object) -> None:
-        _pass.reset(self._token)
+    return _set(_received, received)
 
 
-def take_stages_pass() -> StagesPass | None:
-    """The context if the pass that calls this is a stage's own, else None."""
-    found = _pass.get(None)
-    if found is not None:
-        _pass.set(None)
-    return found
+def take_stages_pass() -> int | None:
+    """What the stage has ``received``, if the pass that calls this is its own; else None."""
+    received = _received.get(None)
+    if received is not None:
+        _received.set(None)
+    return received
 
 
-@contextlib.contextmanager
-def with_weights(in_graph: Mapping[torch.Tensor, torch.Tensor]) -> Iterator[None]:
+def with_weights(in_graph: Mapping[torch.Tensor, torch.Tensor]) -> contextlib.AbstractContextManager[None]:
     """A context in which passes take the weights in the graph for the module's parameters, which may be shards."""
-    token = _weights.set(in_graph)
-    try:
-        yield
-    finally:
-        _weights.reset(token)
+    return _set(_weights, in_graph)
 
 
 def in_graph(weights: Iterable[torch.Tensor] | None) -> Iterable[torch.Tensor] | None:

@@ -40,7 +40,7 @@ def beginning(stage: Any, microbatch: int, loss: torch.Tensor, full_backward: bo
             stage.stage_index,
             microbatch,
         )
-    with handover.BesideTheLoss(outputs):
+    with handover.beside_the_loss(outputs):
         yield
     if will_be_spent:
         _spent[id(loss)] = loss

@@ -56,9 +56,28 @@ _RAW = "_raw_saved_"  # begins the names of the getters for what a node has save
 # Tensors.
 
 
+def placed(tensor: torch.Tensor) -> str:
+    """A tensor as "float32[3, 4] on cpu", as C writes it."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
+
+
 def takes_gradient(value: object) -> bool:
     """Whether a gradient can arrive there: at a GradientEdge, or at a tensor that requires one."""
     return isinstance(value, GradientEdge) or getattr(value, "requires_grad", False)
+
+
+def with_its_edge(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A tensor with the edge that a gradient of ``tensor`` takes; None if there is no such edge.
+
+    For a leaf it is a node in front of the accumulator, which is no history. A view made without grad mode has no edge,
+    though it requires a gradient if its base does.
+    """
+    if tensor.grad_fn is not None or not tensor.requires_grad:
+        return tensor
+    with torch.enable_grad():
+        behind = tensor.view_as(tensor)
+    node = behind.grad_fn
+    return behind if node is not None and node.next_functions[0][0] is not None else None
 
 
 def is_view(tensor: torch.Tensor) -> bool:
@@ -91,10 +110,6 @@ def parameter_like(parameter: torch.nn.Parameter) -> Any:
 def has_dispatch(cls: Any) -> bool:
     """Whether a class of tensors has a dispatch of its own."""
     return bool(cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__)
-
-
-def has_forward_gradient(tensor: torch.Tensor) -> bool:
-    return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def holders_of(tensor: torch.Tensor) -> int:

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from zbpipe._torch.autograd import placed
+
 FLAG = "grad_added_to_main_grad"
 
 Watched = tuple[int, Any, Any]  # a weight's number, the weight, its flag as it was
@@ -29,19 +31,15 @@ def places(weights: Sequence[Any]) -> list[torch.Tensor | None]:
 
 
 def _check(weight: torch.Tensor, main_grad: Any) -> None:
-    of = f"the main_grad of the weight of {_text(weight)}"
+    of = f"the main_grad of the weight of {placed(weight)}"
     if not isinstance(main_grad, torch.Tensor):
         raise TypeError(f"{of} is a {type(main_grad).__name__}; expected a tensor or None")
     is_alike = main_grad.shape == weight.shape and main_grad.device == weight.device
     if not is_alike or not main_grad.is_floating_point() or main_grad.requires_grad:
         raise ValueError(
-            f"{of} is {_text(main_grad)}{' and requires a gradient' if main_grad.requires_grad else ''}; expected a "
+            f"{of} is {placed(main_grad)}{' and requires a gradient' if main_grad.requires_grad else ''}; expected a "
             "floating-point tensor of the weight's shape and device that requires none"
         )
-
-
-def _text(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
 
 
 def watch(weights: Iterable[Any]) -> list[Watched]:
