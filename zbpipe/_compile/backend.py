@@ -1,6 +1,7 @@
 """One compiled graph of dynamo: a forward as torch compiles it, and a backward that can run in halves."""
 
 import contextlib
+import copy
 import functools
 import itertools
 import logging
@@ -288,7 +289,7 @@ def _by_dimension(graph: fx.GraphModule) -> tuple[list[int], list[int]]:
 
 def _results(graph: fx.GraphModule) -> Any:
     """The node that returns the graph's results."""
-    return next(iter(reversed(graph.graph.nodes)))
+    return graph.graph.output_node()
 
 
 def _kept_values(halves: Halves, strides: Sequence[tuple[int, ...] | None] | None) -> list[Any]:
@@ -315,9 +316,6 @@ def _set_visible(graph: fx.GraphModule, halves: Halves) -> None:
 
 def _copy(module: fx.GraphModule) -> fx.GraphModule:
     """A copy for a compiler, which changes its graph; the constants are shared."""
-    graph = fx.Graph()
-    results = graph.graph_copy(module.graph, {})
-    graph.output(results).meta = dict(_results(module).meta)
-    copied = fx.GraphModule(module, graph)
+    copied = fx.GraphModule(module, copy.deepcopy(module.graph))
     copied.meta = dict(module.meta)
     return copied

@@ -1,5 +1,6 @@
 """Splits a traced backward graph into the input pass's half and the weight pass's half."""
 
+import copy
 import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -48,11 +49,10 @@ def split(
     Raises:
         CannotSplitError: the graph has side effects, or W would be left without a product.
     """
-    graph = fx.Graph()
-    results: Any = graph.graph_copy(backward.graph, {})
-    graph.output(results)
-    separate_fused_gradients(graph, list(results), deferred)
-    outputs = list(next(iter(reversed(graph.nodes))).args[0])
+    graph = copy.deepcopy(backward.graph)
+    outputs: Any = graph.output_node().args[0]
+    separate_fused_gradients(graph, outputs, deferred)
+    outputs = graph.output_node().args[0]
     refuse_side_effects(graph)
     by_w = computed_by_w(graph, outputs, deferred, everything, recompute)
     weight_outputs = [i for i in sorted(deferred) if any(node in by_w for node in behind_free(outputs[i]))]
@@ -72,7 +72,7 @@ def refuse_side_effects(graph: fx.Graph) -> None:
             raise CannotSplitError("its backward has ordered side effects")
 
 
-def separate_fused_gradients(graph: fx.Graph, outputs: list[Any], deferred: Collection[int]) -> None:
+def separate_fused_gradients(graph: fx.Graph, outputs: Sequence[Any], deferred: Collection[int]) -> None:
     """Gives each half a node of its own for a convolution's backward, which is one node for all gradients."""
     by_i = above(out for i, out in enumerate(outputs) if i not in deferred)
     for node in list(graph.nodes):

@@ -103,7 +103,7 @@ def apart(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _random_numbers(module: nn.Module) -> Iterator[None]:
-    by_type: dict[str, list[int]] = {}
+    by_type: dict[str, list[int]] = {"cuda": []}  # the CPU's numbers are always restored
     for device in {tensor.device for tensor in itertools.chain(module.parameters(), module.buffers())}:
         if device.type not in ("cpu", "meta"):
             by_type.setdefault(device.type, []).append(device.index or 0)
@@ -111,7 +111,6 @@ def _random_numbers(module: nn.Module) -> Iterator[None]:
     numpy: Any = sys.modules.get("numpy.random")
     numpys = None if numpy is None else numpy.get_state()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[], device_type="cuda"))
         for kind, indices in by_type.items():
             stack.enter_context(torch.random.fork_rng(devices=indices, device_type=kind))
         try:

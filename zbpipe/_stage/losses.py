@@ -84,12 +84,6 @@ def grads_for_inputs(
     wanted = [i for i in inputs if isinstance(i, torch.Tensor) and i.requires_grad]
     if not wanted or not any(map(takes_gradient, outputs)):
         return (None,) * len(inputs)
-    grads = torch.autograd.grad(
-        outputs=outputs,  # type: ignore[arg-type]
-        inputs=wanted,
-        grad_outputs=grad_outputs,
-        retain_graph=retain_graph,
-        allow_unused=True,
-    )
-    given = iter(grads)
+    ends: Any = outputs
+    given = iter(torch.autograd.grad(ends, wanted, grad_outputs, retain_graph, allow_unused=True))
     return tuple(next(given) if isinstance(i, torch.Tensor) and i.requires_grad else None for i in inputs)

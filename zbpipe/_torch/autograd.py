@@ -102,9 +102,8 @@ def alias_of_class(cls: type, tensor: torch.Tensor) -> torch.Tensor:
 def parameter_like(parameter: torch.nn.Parameter) -> Any:
     """A new leaf of the parameter's class on its memory, without its attributes, gradient and hooks."""
     bare = parameter.detach()
-    if not has_dispatch(type(parameter)):
-        return torch.Tensor._make_subclass(type(parameter), bare, parameter.requires_grad)
-    return bare.requires_grad_(parameter.requires_grad)  # a class with a dispatch of its own
+    own = bare if has_dispatch(type(parameter)) else alias_of_class(type(parameter), bare)
+    return own.requires_grad_(parameter.requires_grad)
 
 
 def has_dispatch(cls: Any) -> bool:
@@ -134,7 +133,7 @@ def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
 def memory_of(tensor: torch.Tensor) -> int | None:
     """A number that all tensors on one storage share; None for a tensor without storage."""
     try:
-        return storage_id(tensor.untyped_storage())
+        return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):  # sparse, say, or a wrapper of functorch's
         return None
 
@@ -143,11 +142,6 @@ def has_memory_of_any(tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> b
     """Whether one of the others is on its storage, of which no Python object is made: that would hold it."""
     has, is_alias = torch._C._has_storage, torch._C._is_alias_of  # type: ignore[attr-defined]
     return has(tensor) and any(has(other) and is_alias(tensor, other) for other in others)
-
-
-def storage_id(storage: torch.UntypedStorage) -> int:
-    """A number that all Python objects of one storage share."""
-    return int(storage._cdata)
 
 
 # Nodes and runs of the engine.

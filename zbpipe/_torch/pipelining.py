@@ -60,21 +60,14 @@ def take_outputs(stage: Any, microbatch: int) -> tuple[Any, ...]:
     return outputs
 
 
-def backend_name(group: Any, device: Any) -> str:
-    """The name of a process group's backend for a device; "" if the group does not tell."""
+def backend_of(group: Any, device: Any) -> tuple[str, timedelta | None]:
+    """The name and the timeout of a process group's backend for a device; "" and None if the group does not tell."""
     try:
-        return str(group._get_backend(device).name())
+        backend = group._get_backend(device)
+        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+        return str(backend.name()), timeout if isinstance(timeout, timedelta) else None
     except (AttributeError, RuntimeError):
-        return ""
-
-
-def timeout_of(group: Any, device: Any) -> timedelta | None:
-    """The timeout of a process group for tensors on a device; None if the group does not tell."""
-    try:
-        timeout = group._get_backend(device).options._timeout
-    except (AttributeError, RuntimeError):
-        return None
-    return timeout if isinstance(timeout, timedelta) else None
+        return "", None
 
 
 def stages_of(schedule: Any) -> list[Any] | None:

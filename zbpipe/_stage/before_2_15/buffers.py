@@ -25,11 +25,13 @@ def of(stage: Any) -> Iterable[Any]:
 
 
 def give_back() -> None:
-    """Gives all stages the buffers that torch expects, each at its first use."""
+    """Gives all stages the buffers that torch expects, each at its first use, as zbpipe is called no more."""
     for stage in list(_with_descriptions):
         for info in of(stage):
             vars(info).pop(_DESCRIPTION, None)
-        _allocate_when_asked(of(stage), stage.device)
+        for info in _described(of(stage)):
+            info.zbpipe_device = stage.device
+            info.__class__ = _with_late_buffer(type(info))  # type: ignore[arg-type]
     _with_descriptions.clear()
 
 
@@ -41,7 +43,7 @@ def describe(stage: Any, recv_infos: Iterable[Any]) -> None:
         buffer = getattr(info, "buffer", None)
         if type(buffer) is torch.Tensor and not buffer.is_meta:
             before = getattr(info, _DESCRIPTION, None)
-            if before is None or not _is_like(before, buffer):
+            if before is None or _layout(before) != _layout(buffer):
                 # empty_like gives a layout to write to; a gradient from a stage of the same rank may be expanded.
                 before = torch.empty_like(buffer, device="meta", requires_grad=buffer.requires_grad)
                 setattr(info, _DESCRIPTION, before)
@@ -49,42 +51,26 @@ def describe(stage: Any, recv_infos: Iterable[Any]) -> None:
             info.buffer = before
 
 
-def _is_like(description: torch.Tensor, tensor: torch.Tensor) -> bool:
-    return (
-        description.shape == tensor.shape
-        and description.stride() == tensor.stride()
-        and description.dtype is tensor.dtype
-        and description.requires_grad == tensor.requires_grad
-    )
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
 
 
-def description(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same layout on the meta device."""
-    return _empty(tensor, "meta")
+def _described(recv_infos: Iterable[Any]) -> list[Any]:
+    """The records that have a description in the place of the buffer."""
+    return [info for info in recv_infos if type(b := getattr(info, "buffer", None)) is torch.Tensor and b.is_meta]
 
 
-def _empty(like: torch.Tensor, device: Any) -> torch.Tensor:
+def empty_like(tensor: torch.Tensor, device: Any) -> torch.Tensor:
+    """A tensor of the same layout. torch.empty_like of a meta tensor runs Python."""
     return torch.empty_strided(
-        like.shape, like.stride(), dtype=like.dtype, device=device, requires_grad=like.requires_grad
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad
     )
 
 
 def allocate(recv_infos: Iterable[Any], device: Any) -> None:
     """Put buffers in the place of descriptions."""
-    for info in recv_infos:
-        buffer = getattr(info, "buffer", None)
-        if type(buffer) is torch.Tensor and buffer.is_meta:
-            # empty_like of a meta tensor runs Python.
-            info.buffer = _empty(buffer, device)
-
-
-def _allocate_when_asked(recv_infos: Iterable[Any], device: Any) -> None:
-    """Puts buffers in the place of descriptions when torch asks for them, as zbpipe is called no more."""
-    for info in recv_infos:
-        buffer = getattr(info, "buffer", None)
-        if type(buffer) is torch.Tensor and buffer.is_meta:
-            info.zbpipe_device = device
-            info.__class__ = _with_late_buffer(type(info))  # type: ignore[arg-type]
+    for info in _described(recv_infos):
+        info.buffer = empty_like(info.buffer, device)
 
 
 @functools.cache

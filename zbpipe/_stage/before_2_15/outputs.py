@@ -53,8 +53,6 @@ def in_place(stage: Any, microbatch: int, outputs: Outputs) -> Iterator[None]:
 
 def forget(stage: Any, microbatch: int | None = None) -> None:
     """Drops the outputs of a microbatch, or of all the stage's."""
-    if not _on_their_way:
-        return
     if microbatch is None:
         _on_their_way.pop(stage, None)
     else:

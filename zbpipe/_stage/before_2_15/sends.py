@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from zbpipe._stage.before_2_15.buffers import description
+from zbpipe._stage.before_2_15.buffers import empty_like
 from zbpipe._stage.before_2_15.outputs import Outputs
 from zbpipe._stage.before_2_15.threads import watch
 from zbpipe._stage.before_2_15.works import Transfer, wait_for
@@ -78,9 +78,9 @@ def batch_p2p(original: Callable[..., Any], p2p_ops: list[Any], desc: str | None
         transfers.append(send)
         if all_sent:  # otherwise the schedule waits at once
             _under_way.add(weakref.ref(send, _under_way.discard))
-            if _tells_only_who_waits(ops[0]):
-                send.watched = True
-                send.patience = pipelining.timeout_of(ops[0].group, ops[0].tensor.device)
+            backend, patience = pipelining.backend_of(ops[0].group, ops[0].tensor.device)
+            if backend == "gloo":  # whose works tell only who waits
+                send.watched, send.patience = True, patience
                 watch(ops[0].group, ops[0].peer, send)
     for op in p2p_ops:
         if op.zbpipe_parcel.outputs is not None:
@@ -91,10 +91,6 @@ def batch_p2p(original: Callable[..., Any], p2p_ops: list[Any], desc: str | None
 
 def _is_send(op: Any) -> bool:
     return op.op is dist.isend
-
-
-def _tells_only_who_waits(op: Any) -> bool:
-    return pipelining.backend_name(op.group, op.tensor.device) == "gloo"
 
 
 class Receive(Transfer):
@@ -196,23 +192,17 @@ class Send(Transfer):
 
     def answer_afterwards(self, question: str) -> Any:
         """As a work answers that is done and has no result."""
-        if question == "is_completed":
-            return True
-        if question == "is_success":
-            return self.error is None
-        if question == "exception":
-            return self.error
-        if question == "result":
-            return []
+        error = self.error
+        answers = dict[str, Any](is_completed=True, is_success=error is None, exception=error, result=[])
+        if question in answers or question in ("synchronize", "block_current_stream"):
+            return answers.get(question)
         if question == "get_future":
             future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-            if self.error is None:
+            if error is None:
                 future.set_result([])
             else:
-                future.set_exception(self.error)  # type: ignore[arg-type]
+                future.set_exception(error)  # type: ignore[arg-type]
             return future
-        if question in ("synchronize", "block_current_stream"):
-            return None
         raise RuntimeError(f"this send is done, and its work is gone; ask for its {question} before wait()")
 
 
@@ -229,7 +219,7 @@ def _time_out(work: Any, timeout: timedelta | None) -> None:
 
 def _describe_sent(ops: Iterable[Any]) -> None:
     for op in ops:
-        op.tensor = description(op.tensor)  # the schedule's frame may keep the operation until the step ends
+        op.tensor = empty_like(op.tensor, "meta")  # the schedule's frame may keep the operation until the step ends
 
 
 def poll() -> None:

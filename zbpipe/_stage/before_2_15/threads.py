@@ -12,7 +12,6 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
 from datetime import timedelta
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
@@ -70,18 +69,13 @@ def watch(group: Any, peer: int, send: Finishable) -> None:
     """Lets a thread wait for ``send``: one per group and peer, since sends to a peer are done in order."""
     with _queues_lock:
         line = _number_of(group), peer
-        queue = _queues.get(line)
-        is_new = queue is None
-        if queue is None:
-            queue = _queues[line] = _Queue(line, f"zbpipe-send-{peer}")
+        if is_new := line not in _queues:
+            _queues[line] = _Queue(line, f"zbpipe-send-{peer}")
+        queue = _queues[line]
         queue.put(send)
-    if is_new:
-        _start(line, queue)
-
-
-def _start(line: Line, queue: _Queue) -> None:
     try:
-        queue.thread.start()
+        if is_new:
+            queue.thread.start()
     except RuntimeError:  # no thread can be started: the next send tries again
         with _queues_lock:
             _queues.pop(line, None)
@@ -107,31 +101,27 @@ def _number_of(group: Any) -> int:
     number = _numbers.get(group)
     if number is None:
         number = _numbers[group] = _new_number()
-        weakref.finalize(group, _give_up_group, number).atexit = False
+        weakref.finalize(group, _give_up, number).atexit = False
     return number
-
-
-def _give_up_group(number: int) -> None:
-    _give_up(lambda line: line[0] == number)
 
 
 @atexit.register
 def _give_up_all() -> None:
     """At exit: a thread that returned from gloo after the interpreter's end would abort the process."""
-    for thread in _give_up(lambda line: True):
+    for thread in _give_up():
         if thread.is_alive():
             thread.join(5)
 
 
-def _give_up(is_meant: Callable[[Line], bool]) -> list[threading.Thread]:
-    """Ends the threads. Those that still wait give up: a step failed, and the peer does not receive.
+def _give_up(group: int | None = None) -> list[threading.Thread]:
+    """Ends the group's threads, or all. Those that still wait give up: a step failed, and the peer does not receive.
 
     A timeout of another wait on the same work wakes a thread, since gloo then declares the whole group broken. If that
     wait finds the send done instead, the thread never hears of it, and the next wait must break the group. So the waits
     begin late, and do not linger.
     """
     with _queues_lock:
-        ending = [queue for line, queue in _queues.items() if is_meant(line)]
+        ending = [queue for line, queue in _queues.items() if group in (None, line[0])]
         for queue in ending:
             queue.end()
         waiting = [(queue.thread, queue.now) for queue in ending if queue.now is not None]
