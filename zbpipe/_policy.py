@@ -79,7 +79,10 @@ class Policy:
 
     def __post_init__(self) -> None:
         for name, words in _WORDS.items():
-            _require_one_of(words, name, getattr(self, name))
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in words:
+                error = ValueError if isinstance(value, str) else TypeError
+                raise error(f"{name} is {argument(value)}; expected one of {', '.join(map(repr, words))}")
         for name in _YES_OR_NO:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is {argument(getattr(self, name))}; expected True or False")
@@ -115,13 +118,6 @@ def _parameters(given: Any) -> tuple[torch.Tensor, ...]:
         if not isinstance(parameter, torch.Tensor):
             raise TypeError(f"exclude[{i}] is {argument(parameter)}; expected a parameter")
     return parameters
-
-
-def _require_one_of(words: tuple[str, ...], name: str, value: object) -> None:
-    if not isinstance(value, str):
-        raise TypeError(f"{name} is {argument(value)}; expected one of {', '.join(map(repr, words))}")
-    if value not in words:
-        raise ValueError(f"{name} is {value!r}; expected one of {', '.join(map(repr, words))}")
 
 
 def _from_environment() -> Policy:

@@ -1,7 +1,7 @@
 """The other holders of a tensor's memory, as far as Python sees them: release_storage names them as it refuses."""
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ def who_holds(tensor: torch.Tensor, size: int, of_storage: int, in_python: bool,
             of_tensor -= 1
             seen.append(f"the .grad of a {describe(other)}")
     packed = 0
-    for node in _nodes_below([tensor, *others]):
+    for node in autograd.nodes_behind(filter(None, map(_node_of, [tensor, *others]))):
         for name, held in _held_by(node):
             if held is None:
                 packed += 1
@@ -72,21 +72,11 @@ def describe(tensor: torch.Tensor) -> str:
     return f"{kind} of {described(tensor)} on {tensor.device}"
 
 
-def _nodes_below(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
-    todo: list[Any] = []
-    for tensor in tensors:
-        try:
-            todo.append(tensor.grad_fn)
-        except RuntimeError:  # a view whose history an in-place change has made unusable
-            continue
-    seen = set()
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        todo += [below for below, _ in node.next_functions]
-        yield node
+def _node_of(tensor: torch.Tensor) -> Any:
+    try:
+        return tensor.grad_fn
+    except RuntimeError:  # a view whose history an in-place change has made unusable
+        return None
 
 
 def _held_by(node: Any) -> Iterator[tuple[str, torch.Tensor | None]]:

@@ -228,11 +228,10 @@ def _check_output(tensor: torch.Tensor) -> None:
 
 def _fills_its_storage(tensor: torch.Tensor) -> bool:
     """Whether every byte of the storage is the tensor's. Views made to find out would be recorded."""
-    moving = [
-        (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1 and stride
-    ]
     reached = 1
-    for stride, size in sorted(moving):
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1 or stride == 0:
+            continue
         if stride != reached:
             return False
         reached *= size

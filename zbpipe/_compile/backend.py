@@ -63,26 +63,28 @@ def _with_aot_eager(graph: fx.GraphModule, inputs: list[Any], make_backward: Mak
 def _with_inductor(
     graph: fx.GraphModule, inputs: list[Any], make_backward: MakeBackward, patches: dict[str, Any]
 ) -> Callable[..., Any]:
+    from zbpipe._torch import inductor
+
     def compile_any(graph: fx.GraphModule, values: Sequence[Any], **given: Any) -> Any:
         if not given.get("is_backward"):
-            return compiler.inductors_inner_compile(graph, values, **given)
+            return inductor.compile_fx_inner(graph, values, **given)
         if given.get("cudagraphs") and any(isinstance(v, torch.Tensor) and v.is_cuda for v in values):
             _log_not_split("CUDA graphs would overwrite what is kept for W; leave mode='reduce-overhead' out")
-            return compiler.inductors_inner_compile(graph, values, **given)
+            return inductor.compile_fx_inner(graph, values, **given)
         fixed = set(given.get("static_input_idxs", ()))
 
         def compile_piece(piece: fx.GraphModule, values: Sequence[Any], origins: Sequence[int]) -> Compiled:
             now = {
                 **given,
                 "static_input_idxs": [i for i, origin in enumerate(origins) if origin in fixed],
-                "cudagraphs": compiler.no_cuda_graphs(),
+                "cudagraphs": inductor.BoxedBool(False),
             }
-            with compiler.inductor_options(patches):
-                return cast(Compiled, compiler.inductors_inner_compile(piece, values, **now))
+            with inductor.config.patch(patches):
+                return cast(Compiled, inductor.compile_fx_inner(piece, values, **now))
 
         return make_backward(graph, values, compile_piece)
 
-    return cast(Callable[..., Any], compiler.compile_with_inductor(graph, inputs, compile_any, patches))
+    return cast(Callable[..., Any], inductor.compile_graph(graph, inputs, compile_any, patches))
 
 
 def _log_not_split(reason: str) -> None:

@@ -6,10 +6,7 @@ in the environment shows the first, `TORCH_LOGS=+zbpipe` both.
 A function that other code holds outside of a module's namespace stays torch's, and goes on working. Such places are a
 default argument, a `functools.partial`, the graph of a traced `Pipe`.
 
-The patch also frees what stages and schedules no longer need (zbpipe/_stage/backward.py, before_2_15/). It makes data
-parallel stages reduce when all gradients are there (zbpipe/_stage/data_parallel.py). It makes zero-bubble schedules
-accept compiled stages, which torch's functions cannot split. table.py lists all changes. Patch and unpatch between
-steps, not within one.
+table.py lists all changes. Patch and unpatch between steps, not within one.
 """
 
 from __future__ import annotations
@@ -32,7 +29,6 @@ from zbpipe._stage.before_2_15 import methods
 from zbpipe._torch import needs, pipelining, probe
 
 logger = logging.getLogger("zbpipe")
-
 
 _lock = threading.RLock()
 _places: list[places.Place] = []

@@ -149,12 +149,18 @@ def has_memory_of_any(tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> b
 
 def leaves_behind(outputs: Iterable[torch.Tensor | GradientEdge]) -> Iterator[torch.Tensor]:
     """The leaves that the graph leads to from these outputs."""
-    pending = [(o if isinstance(o, GradientEdge) else get_gradient_edge(o)).node for o in outputs]
-    seen = set(pending)
+    ends = [(o if isinstance(o, GradientEdge) else get_gradient_edge(o)).node for o in outputs]
+    leaves = (getattr(node, "variable", None) for node in nodes_behind(ends))
+    return (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def nodes_behind(ends: Iterable[Node]) -> Iterator[Node]:
+    """These nodes and all that the graph leads to from them, each once."""
+    seen = set(ends)
+    pending = list(seen)
     while pending:
         node = pending.pop()
-        if isinstance(leaf := getattr(node, "variable", None), torch.Tensor):
-            yield leaf
+        yield node
         further = {child for child, _ in node.next_functions if child is not None} - seen
         seen |= further
         pending += further

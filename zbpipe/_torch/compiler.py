@@ -41,36 +41,6 @@ def options_of(mode: str | None, options: Mapping[str, Any] | None) -> dict[str,
     return dict(wrapper(mode, dict(options or {}), None).config)
 
 
-def inductor_options(patches: dict[str, Any]) -> Any:
-    """A context in which inductor has this configuration."""
-    from torch._inductor import config
-
-    return config.patch(patches)
-
-
-def inductors_inner_compile(graph: fx.GraphModule, values: Sequence[Any], **given: Any) -> Any:
-    from torch._inductor.compile_fx import compile_fx_inner
-
-    return compile_fx_inner(graph, values, **given)
-
-
-def no_cuda_graphs() -> Any:
-    """The value of inductor's ``cudagraphs`` with which it makes no graph."""
-    from torch._inductor.utils import BoxedBool
-
-    return BoxedBool(False)
-
-
-def compile_with_inductor(
-    graph: fx.GraphModule, inputs: list[Any], inner_compile: Callable[..., Any], patches: dict[str, Any]
-) -> Any:
-    from torch._inductor.compile_fx import compile_fx
-
-    # A hit in AOTAutograd's cache would bring a backward that was compiled whole.
-    with torch._functorch.config.patch(enable_autograd_cache=False):
-        return compile_fx(graph, inputs, inner_compile=inner_compile, config_patches=patches or None)
-
-
 def is_compilation(value: object) -> bool:
     """Whether it has the options of a compiled module or function: such an object compiles a function given to it."""
     frames = sys.modules.get("torch._dynamo.eval_frame")  # without it nothing is compiled
