@@ -38,7 +38,7 @@ def _without_history(tensor: torch.Tensor) -> torch.Tensor:
     if cls in (torch.Tensor, torch.nn.Parameter) and not tensor.__dict__:
         return tensor.detach()
     with torch.no_grad():
-        alias = tensor.detach() if autograd.has_dispatch(cls) else autograd.alias_of_class(cls, tensor)
+        alias = autograd.alias_of(tensor)
     if not isinstance(alias, torch.Tensor):
         raise TypeError(f"detach() of a {cls.__name__} in saved returned a {type(alias).__name__}; expected a tensor")
     if isinstance(alias, cls):

@@ -35,7 +35,7 @@ def copy_of(module: nn.Module) -> nn.Module:
     """See Note [What the copy shares]. Raises RuntimeError for a module that cannot be copied."""
     own = dict(module.named_parameters())
     with autograd.without_torch_functions():
-        memo: dict[int, Any] = {id(parameter): autograd.parameter_like(parameter) for parameter in own.values()}
+        memo: dict[int, Any] = {id(p): autograd.alias_of(p).requires_grad_(p.requires_grad) for p in own.values()}
     memo.update((id(value), value) for part in module.modules() for value in vars(part).values() if _stays(value))
     for name, parameter in own.items():
         for attribute, value in vars(parameter).items():

@@ -64,11 +64,8 @@ def wrapping(owner: Any, name: str, wrapper: Function) -> Iterator[Place]:
 
 
 def restore(places: list[Place]) -> tuple[list[Place], list[Place]]:
-    """Restores the places, and names by which modules of torch have imported a replacement meanwhile.
-
-    Returns:
-        The restored places, and those that other code has rebound meanwhile, which are left.
-    """
+    """Restores the places, and names by which modules of torch have imported a replacement meanwhile. The restored
+    places, and those that other code has rebound, which are left."""
     restored = [place for place in places if place.restore()]
     taken_over = {id(place.replacement): place for place in places if isinstance(place.holder, dict)}
     for module, namespace in namespaces():

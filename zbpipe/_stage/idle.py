@@ -53,12 +53,8 @@ def looking_at_first(stage: Any, microbatch: int) -> Iterator[None]:
 
 
 def word(groups: Iterable[ParamGroup], inner: Iterable[torch.Tensor]) -> str:
-    """What is to be said after an I; "" if W has enough to do, or if the policy leaves it nothing.
-
-    Args:
-        groups: those that I has returned, none of which has run.
-        inner: weights that have got a gradient within I, by a backward of a reentrant checkpoint's own.
-    """
+    """What is to be said after an I that returned these groups; "" if W has enough to do, or if the policy leaves it
+    nothing. ``inner``: weights that have got a gradient within I, by a backward of a reentrant checkpoint's own."""
     policy = get_policy()
     if policy.defer == "nothing" or policy.checkpoint == "input_pass":
         return ""

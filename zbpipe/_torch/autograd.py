@@ -94,16 +94,10 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
-def alias_of_class(cls: type, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory and version counter as an instance of a subclass that has no dispatch of its own."""
-    return torch.Tensor._make_subclass(cls, tensor)
-
-
-def parameter_like(parameter: torch.nn.Parameter) -> Any:
-    """A new leaf of the parameter's class on its memory, without its attributes, gradient and hooks."""
-    bare = parameter.detach()
-    own = bare if has_dispatch(type(parameter)) else alias_of_class(type(parameter), bare)
-    return own.requires_grad_(parameter.requires_grad)
+def alias_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory and version counter in its class, without its history, attributes, gradient and hooks."""
+    cls = type(tensor)
+    return tensor.detach() if has_dispatch(cls) else torch.Tensor._make_subclass(cls, tensor)
 
 
 def has_dispatch(cls: Any) -> bool:

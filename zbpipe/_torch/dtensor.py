@@ -13,6 +13,14 @@ _PARTIAL = "partial"  # a sum over the ranks
 # How a matrix lies along a mesh dimension: the sharded dimension of the matrix, or one of the above.
 _Lie = int | str
 
+# How the product of two matrices lies, if the ranks compute it from their parts.
+_PRODUCTS: dict[tuple[_Lie | None, _Lie | None], _Lie] = {
+    (1, 0): _PARTIAL,
+    (0, _REPLICATED): 0,
+    (_REPLICATED, 1): 1,
+    (_REPLICATED, _REPLICATED): _REPLICATED,
+}
+
 
 def local_part(tensor: DTensor) -> Tensor:
     """This rank's part. Waits for a part that a collective still computes."""
@@ -23,11 +31,7 @@ def local_part(tensor: DTensor) -> Tensor:
 def local_product(total: Tensor, left: Tensor, right: Tensor, is_transposed: tuple[bool, bool, bool]) -> list[Tensor]:
     """This rank's parts of three matrices, if each rank can add the product of its parts of ``left`` and ``right`` to
     its part of ``total``. Then the product needs no communication, and lies on the mesh as ``total`` does. Else none.
-
-    Args:
-        is_transposed: which of ``total``, ``left`` and ``right`` the product takes transposed. The parts are returned
-            as they are given.
-    """
+    ``is_transposed``: which of the three the product takes transposed; the parts are returned as they are given."""
     matrices = [m for m in (total, left, right) if isinstance(m, DTensor) and m.dim() == 2]
     if len(matrices) < 3:
         return []
@@ -36,7 +40,7 @@ def local_product(total: Tensor, left: Tensor, right: Tensor, is_transposed: tup
         return []
     along = [[_lie(p, flip) for p in matrix.placements] for matrix, flip in zip(matrices, is_transposed)]
     for wanted, of_left, of_right in zip(*along):
-        if wanted is None or _lie_of_product(of_left, of_right) != wanted:
+        if wanted is None or _PRODUCTS.get((of_left, of_right)) != wanted:
             return []
     return list(map(local_part, matrices))
 
@@ -49,15 +53,4 @@ def _lie(placement: object, is_transposed: bool) -> _Lie | None:
         return 1 - placement.dim if is_transposed else placement.dim
     if type(placement) is Partial and placement.reduce_op == "sum":
         return _PARTIAL
-    return None
-
-
-def _lie_of_product(left: _Lie | None, right: _Lie | None) -> _Lie | None:
-    """How the product of two matrices lies, if the ranks compute it from their parts; else None."""
-    if (left, right) == (1, 0):
-        return _PARTIAL
-    if right == _REPLICATED and left in (0, _REPLICATED):
-        return left
-    if left == _REPLICATED and right == 1:
-        return right
     return None

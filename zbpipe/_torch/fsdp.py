@@ -70,10 +70,9 @@ def _all_states() -> list[Any]:
 
 
 def _groups(state: Any) -> list[Any]:
-    found = getattr(state, "_fsdp_param_groups", None)
-    if found is None:  # torch 2.11 has one group at most
-        found = [state._fsdp_param_group] if state._fsdp_param_group else []
-    return list(found)
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group else []  # torch 2.11 has one group at most
 
 
 def _params(states: Iterable[Any]) -> Iterator[tuple[Any, Any]]:

@@ -48,12 +48,8 @@ def forward_one_chunk(original: _Function, self: Any, fwd_chunk_id: int, *args: 
 
 
 def get_fwd_send_ops(original: _Function, self: Any, fwd_chunk_id: int) -> Any:
-    sent = outputs.of(self, fwd_chunk_id)
-    if sent is None:
-        return sends.marked(original(self, fwd_chunk_id), self, fwd_chunk_id)
-    with outputs.in_place(self, fwd_chunk_id, sent):
-        ops = original(self, fwd_chunk_id)
-    return sends.marked(ops, self, fwd_chunk_id, sent)
+    with outputs.in_place(self, fwd_chunk_id) as sent:
+        return sends.marked(original(self, fwd_chunk_id), self, fwd_chunk_id, sent)
 
 
 def get_bwd_recv_ops(original: _Function, self: Any, bwd_chunk_id: int) -> Any:

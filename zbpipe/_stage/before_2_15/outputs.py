@@ -30,14 +30,14 @@ def released(stage: Any, microbatch: int) -> Outputs:
     return outputs
 
 
-def of(stage: Any, microbatch: int) -> Outputs | None:
-    """The outputs on their way; None where the stage has kept its own."""
-    return _on_their_way.get(stage, {}).get(microbatch) if _on_their_way else None
-
-
 @contextlib.contextmanager
-def in_place(stage: Any, microbatch: int, outputs: Outputs) -> Iterator[None]:
-    """Within it the stage has its outputs, to send them. Raises RuntimeError if they are gone."""
+def in_place(stage: Any, microbatch: int) -> Iterator[Outputs | None]:
+    """Within it the stage has the outputs on their way, to send them; they are None where it has kept its own. Raises
+    RuntimeError if they are gone."""
+    outputs = _on_their_way.get(stage, {}).get(microbatch)
+    if outputs is None:
+        yield None
+        return
     entry = stage.fwd_cache[microbatch]
     if entry[0] and not outputs:
         raise RuntimeError(
@@ -46,7 +46,7 @@ def in_place(stage: Any, microbatch: int, outputs: Outputs) -> Iterator[None]:
         )
     stage.fwd_cache[microbatch] = (tuple(outputs), *entry[1:])
     try:
-        yield
+        yield outputs
     finally:
         stage.fwd_cache[microbatch] = entry
 
