@@ -5,7 +5,6 @@ import copy
 import functools
 import itertools
 import logging
-import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -263,10 +262,9 @@ def _knowledge(shapes: Any) -> tuple[int, int]:
 
 def _parameters(graph: fx.GraphModule, metadata: Any) -> frozenset[int]:
     """Which inputs of the backward are parameters or buffers, by position."""
-    static = {i + 1 for i in metadata.static_input_indices} if metadata else set()
+    static = {f"primals_{i + 1}" for i in metadata.static_input_indices} if metadata else set()
     names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
-    matches = [re.fullmatch(r"primals_(\d+)", name) for name in names]
-    return frozenset(i for i, match in enumerate(matches) if match and int(match[1]) in static)
+    return frozenset(i for i, name in enumerate(names) if name in static)
 
 
 def _for_w(value: Any, is_parameter: bool) -> Any:
@@ -290,7 +288,6 @@ def _by_dimension(graph: fx.GraphModule) -> tuple[list[int], list[int]]:
 
 
 def _results(graph: fx.GraphModule) -> Any:
-    """The node that returns the graph's results."""
     return graph.graph.output_node()
 
 

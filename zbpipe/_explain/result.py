@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,17 +106,14 @@ class Explanation:
 
 def _rows(plan: ParameterPlan, memory: Unit, work: Unit) -> Iterator[tuple[tuple[str, ...], str]]:
     """A row for each use, and how its gradient comes to be."""
-    uses: Sequence[Use | None] = plan.uses or (None,)
-    for i, use in enumerate(uses):
-        first = (plan.name, str(list(plan.shape))) if i == 0 else ("", "")
-        size = memory(plan.bytes) if i == 0 else ""
-        note = plan.note if i == 0 else ""
-        if use is None:
-            yield (*first, "-", size, ""), note
-        else:
-            flops = "?" if use.flops is None else work(use.flops) if use.flops else ""
-            how = "; ".join(filter(None, (use.product, use.why, note)))
-            yield (*first, use.runs_in, size, flops), ": ".join(filter(None, (use.node, how)))
+    name, shape, size, note = plan.name, str(list(plan.shape)), memory(plan.bytes), plan.note
+    if not plan.uses:
+        yield (name, shape, "-", size, ""), note
+    for use in plan.uses:
+        flops = "?" if use.flops is None else work(use.flops) if use.flops else ""
+        how = "; ".join(filter(None, (use.product, use.why, note)))
+        yield (name, shape, use.runs_in, size, flops), ": ".join(filter(None, (use.node, how)))
+        name = shape = size = note = ""  # which stand in the first row alone
 
 
 def _indented(text: str) -> list[str]:

@@ -47,5 +47,4 @@ def blocks_now() -> set[tuple[str, int, int]]:
 
 
 def history(device: int) -> list[dict[str, Any]]:
-    """What the allocator has recorded of a device."""
     return list(torch.cuda.memory._snapshot()["device_traces"][device])

@@ -25,7 +25,6 @@ def is_dtensor(tensor: object) -> bool:
 
 
 def without_autocast() -> Any:
-    """A context in which no autocast is in force, on any device."""
     return torch._C._DisableAutocast()
 
 
@@ -51,9 +50,6 @@ NATIVE_CLASSES = (torch._C.TensorBase, torch.UntypedStorage, torch._C._FunctionB
 FUNCTION_NODE = torch._C._FunctionBase
 SAVED_TENSOR = torch._C._autograd.SavedTensor
 _RAW = "_raw_saved_"  # begins the names of the getters for what a node has saved
-
-
-# Tensors.
 
 
 def placed(tensor: torch.Tensor) -> str:
@@ -101,7 +97,6 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def has_dispatch(cls: Any) -> bool:
-    """Whether a class of tensors has a dispatch of its own."""
     return bool(cls.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__)
 
 
@@ -136,9 +131,6 @@ def has_memory_of_any(tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> b
     """Whether one of the others is on its storage, of which no Python object is made: that would hold it."""
     has, is_alias = torch._C._has_storage, torch._C._is_alias_of  # type: ignore[attr-defined]
     return has(tensor) and any(has(other) and is_alias(tensor, other) for other in others)
-
-
-# Nodes and runs of the engine.
 
 
 def leaves_behind(outputs: Iterable[torch.Tensor | GradientEdge]) -> Iterator[torch.Tensor]:

@@ -18,5 +18,4 @@ def is_under_fully_shard(module: nn.Module) -> bool:
 
 def parametrizations_cache() -> dict[Any, Any]:
     """The weights that parametrizations have computed within ``parametrize.cached()``."""
-    cache: dict[Any, Any] = parametrize._cache
-    return cache
+    return parametrize._cache
