@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import functools
-import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,8 +26,6 @@ Values = list[Any]
 Compiled = Callable[[Values], Sequence[Any]]  # takes its arguments out of the list
 CompilePiece = Callable[[fx.GraphModule, Sequence[Any], Sequence[int]], Compiled]
 MakeBackward = Callable[[fx.GraphModule, Sequence[Any], CompilePiece], Compiled]
-
-_numbers = itertools.count()
 
 
 def compile_graph(
@@ -87,9 +84,8 @@ def _with_inductor(
 
 
 def _log_not_split(reason: str) -> None:
-    context = CompileContext.current_compile_id()
-    where = f"the compiled graph [{context}]" if context else f"compiled graph {next(_numbers)}"
-    logger.warning("%s is not split: %s; its weights' gradients are computed in I", where, reason)
+    words = "the compiled graph [%s] is not split: %s; its weights' gradients are computed in I"
+    logger.warning(words, CompileContext.current_compile_id(), reason)
 
 
 @dataclass(frozen=True)
@@ -126,9 +122,9 @@ class _Backward:
         self._compile_piece = compile_piece
         self._recompute = recompute
         self._subclasses = subclasses  # of tensor, among the inputs of the compiled code
-        self._tracing = TracingContext.try_get()
+        self._tracing = TracingContext.get()
         self._compiling = CompileContext.try_get()
-        self._metadata = self._tracing.fw_metadata if self._tracing else None
+        self._metadata: Any = self._tracing.fw_metadata
         self._parameters = _parameters(graph, self._metadata)
         self._lock = threading.RLock()
         self._whole: Compiled | None = None
@@ -186,10 +182,6 @@ class _Backward:
         """Raises CannotSplitError unless the graph's results are the gradients of the node's inputs, one each."""
         if self._subclasses:
             raise CannotSplitError(f"it takes tensors of the subclass {', '.join(self._subclasses)}")
-        if self._metadata is None:
-            raise CannotSplitError("it was compiled without a tracing context")
-        if self._metadata.num_backward_tokens:
-            raise CannotSplitError("its backward has ordered side effects")
         if self._metadata.is_rng_op_functionalized:
             raise CannotSplitError("its random numbers are functionalised")
         results = _results(self._graph).args[0]
@@ -232,9 +224,6 @@ class _Backward:
         """
         with tracing(self._tracing), compile_context(self._compiling), without_autocast(), torch.no_grad():
             metadata = self._metadata
-            if self._tracing is None or metadata is None:
-                yield
-                return
             # DDP's optimizer lets several graphs share one tracing context.
             metadata_before, self._tracing.fw_metadata = self._tracing.fw_metadata, metadata
             donated = metadata.bw_donated_idxs
@@ -248,21 +237,17 @@ class _Backward:
     @contextlib.contextmanager
     def _no_guards(self) -> Iterator[None]:
         """Refuses halves that need new guards on sizes: the forward is compiled, and runs for all its sizes."""
-        mode = self._tracing.fake_mode if self._tracing else None
-        shapes = mode.shape_env if mode else None
-        before = _knowledge(shapes)
+        mode: Any = self._tracing.fake_mode
+        shapes = mode.shape_env
+        before = len(shapes.guards), len(shapes.replacements)
         yield
-        if _knowledge(shapes) != before:
+        if (len(shapes.guards), len(shapes.replacements)) != before:
             raise CannotSplitError("its halves would fit these sizes alone, and the forward fits others, too")
-
-
-def _knowledge(shapes: Any) -> tuple[int, int]:
-    return (0, 0) if shapes is None else (len(shapes.guards), len(shapes.replacements))
 
 
 def _parameters(graph: fx.GraphModule, metadata: Any) -> frozenset[int]:
     """Which inputs of the backward are parameters or buffers, by position."""
-    static = {f"primals_{i + 1}" for i in metadata.static_input_indices} if metadata else set()
+    static = {f"primals_{i + 1}" for i in metadata.static_input_indices}
     names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
     return frozenset(i for i, name in enumerate(names) if name in static)
 

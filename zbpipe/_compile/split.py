@@ -63,8 +63,6 @@ def split(
 
 def refuse_side_effects(graph: fx.Graph) -> None:
     for node in graph.nodes:
-        if node.op in ("call_module", "call_method"):
-            raise CannotSplitError(f"its backward has the node {node.format_node()}")
         target = node.target
         if dispatch.is_mutable(target):
             raise CannotSplitError(f"its backward changes a tensor in place ({target})")

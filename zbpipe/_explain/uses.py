@@ -99,13 +99,9 @@ def _product(
         return "convolution", counts.pop() if len(counts) == 1 else None
     if name.startswith("GroupedMmBackward"):
         return "grouped product", 2 * math.prod(shape[-2:]) * grad[0] if len(grad) == 2 and len(shape) == 3 else None
-    factors = _FACTORS.get(name.removesuffix("0"))
-    if factors is not None:
-        if slot not in factors:
-            return "", 0  # the added matrix
-        is_left = slot == factors[0]
-        inner = grad[-1] if is_left else grad[-2]
-        batch = list(shape[:-2])
-        left, right = ([*batch, shape[-2], inner], [*batch, inner, shape[-1]])
-        return f"{left} @ {right}", 2 * inner * size
-    return "", 0
+    factors: tuple[int, ...] = _FACTORS.get(name.removesuffix("0"), ())
+    if slot not in factors:  # another operation, or the added matrix
+        return "", 0
+    inner = grad[-1] if slot == factors[0] else grad[-2]
+    *batch, rows, columns = shape
+    return f"{[*batch, rows, inner]} @ {[*batch, inner, columns]}", 2 * inner * size
