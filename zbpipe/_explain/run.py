@@ -141,9 +141,8 @@ def _data_parallel(part: torch.nn.Module) -> str:
 
 
 def _clone(tensor: torch.Tensor, takes_grad: bool) -> torch.Tensor:
-    clone = tensor.detach().clone()
-    differentiable = clone.is_floating_point() or clone.is_complex()
-    return clone.requires_grad_() if takes_grad and differentiable else clone
+    differentiable = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.detach().clone().requires_grad_(takes_grad and differentiable)
 
 
 def _try(
