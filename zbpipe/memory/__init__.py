@@ -45,7 +45,6 @@ def record(
             rank. It says what was asked for, in which phase and on which line. It has all phases, and the ten largest
             tensors since the recording began, each with its holders. Beside it lie the trace and, if matplotlib is
             installed, the picture. One log line of "zbpipe" says where.
-
         trace: True remembers the line that made each block, at about 0.4 microseconds a block on the CPU, and more
             where the stack is deep. When the block ends, :attr:`Recording.at_peak` is made, which takes seconds: what
             lived at the peak, by phase and line, and who holds it.

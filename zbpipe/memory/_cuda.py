@@ -41,9 +41,8 @@ class CudaLog:
                 f"memory cannot be recorded on {self.device}: torch keeps the allocator's history already, for another "
                 "recording or torch.cuda.memory._record_memory_history(); end that first"
             )
-        allocator.begin_history(
-            2 * self._max_events, self._is_traced
-        )  # a block may leave four entries, two of which count
+        # A block may leave four entries, two of which count.
+        allocator.begin_history(2 * self._max_events, self._is_traced)
         self.mark()
 
     def mark(self) -> int:

@@ -103,14 +103,13 @@ def draw(title: str, device: str, phases: Sequence[Phase], events: Events, count
             if text and width > _CHARACTER * len(text) * max(end - begin, 1) / _MS:
                 strip.text(left + width / 2, row + 0.5, text, ha="center", va="center", fontsize=6)
     axes.plot([at / _MS], [most / size.size], "o", color=_LINE, ms=4)
-    for part in (strip, axes):
-        part.axvline(at / _MS, color=_LINE, lw=0.8, ls=":")
     strip.set_yticks([row + 0.5 for row in range(len(rows))], list(rows), parse_math=False)
     strip.tick_params(bottom=False, labelbottom=False, left=False)
     strip.set_ylim(max(len(rows), 1), 0)
     head = f"{short(str(title), 100)}: peak {in_words(most)}" if title else f"peak {in_words(most)} on {device}"
     strip.set_title(head, loc="left", fontsize=10, parse_math=False)
     for part in (strip, axes):
+        part.axvline(at / _MS, color=_LINE, lw=0.8, ls=":")
         part.spines[:].set_visible(False)
     return figure
 

@@ -15,6 +15,7 @@ EVENT = struct.Struct("QQQQQII")  # zbp_event in csrc/instruments/core/zbp_recor
 ALLOC, FREE, FREE_OLDER = range(3)
 ENDED = "_zbpipe_phase"  # an exception's attribute, which may be pickled: the innermost phase that it has ended
 
+Named = tuple[str, int | None, int | None]  # a phase's kind, stage and microbatch
 Log = Any
 """What feeds a recording: ``_C.Recorder``, or what has its methods."""
 

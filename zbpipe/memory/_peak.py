@@ -14,7 +14,7 @@ from zbpipe.leaks._found import created_at
 from zbpipe.leaks._results import Leak
 from zbpipe.leaks._search import Scope, search, storages_now
 from zbpipe.memory._export import SHOWN_AT_PEAK
-from zbpipe.memory._log import ALLOC, EVENT, FREE, AtPeak, Ended, Log, Marks, label
+from zbpipe.memory._log import ALLOC, EVENT, FREE, AtPeak, Ended, Log, Marks, Named, label
 
 Trace = Sequence[tuple[str, str, int]]  # (file, function, line), innermost first
 
@@ -42,13 +42,13 @@ def at_peak(
     for (kind, stage, created), made in rows.items():
         numbers = sorted({number for _, number in made if number is not None})
         which = f" microbatch{'es' * (len(numbers) > 1)} {numbered_spans(numbers)}" if numbers else ""
-        size, alive = (sum(values) for values in zip(*((b.bytes, b.is_alive) for b, _ in made), strict=True))
+        size, alive = sum(block.bytes for block, _ in made), sum(block.is_alive for block, _ in made)
         largest = max((block for block, _ in made), key=lambda block: (block.is_alive, block.bytes))
         row = AtPeak(size, len(made), label(kind, stage, None) + which, created, alive, None)
         found.append((largest, row))
     found.sort(key=lambda pair: -pair[1].bytes)
     holders = _holders({block.address for block, _ in found[:SHOWN_AT_PEAK] if block.is_alive}, device)
-    return [replace(row, holder=holders.get(block.address) if row.alive else None) for block, row in found]
+    return [replace(row, holder=holders.get(block.address)) for block, row in found]
 
 
 def _blocks_at_peak(log: Log) -> list[_Block]:
@@ -71,7 +71,7 @@ def _blocks_at_peak(log: Log) -> list[_Block]:
     return [*there.values()]
 
 
-def _phases(marks: Marks, ended: Sequence[Ended]) -> Callable[[int, int], tuple[str, int | None, int | None]]:
+def _phases(marks: Marks, ended: Sequence[Ended]) -> Callable[[int, int], Named]:
     """For a span between marks and a thread the innermost phase: one of that thread, else one of any."""
     begins, ends = {phase.begin: phase for phase in ended}, {phase.end: phase for phase in ended}
     around, now = list[list[Ended]](), list[Ended]()  # what goes on in each span, as it began
@@ -80,7 +80,7 @@ def _phases(marks: Marks, ended: Sequence[Ended]) -> Callable[[int, int], tuple[
         now += [begins[mark]] if mark in begins else []
         around.append(now)
 
-    def phase_of(span: int, thread: int) -> tuple[str, int | None, int | None]:
+    def phase_of(span: int, thread: int) -> Named:
         own = [phase for phase in around[span] if marks.thread[phase.begin] == thread]
         return next((phase[:3] for phase in reversed(own or around[span])), ("", None, None))
 

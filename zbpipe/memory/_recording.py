@@ -31,7 +31,7 @@ from zbpipe import _C, passes
 from zbpipe._formatting import argument, in_words
 from zbpipe._stage import self_check
 from zbpipe.memory._export import Path, draw, export, peak_table, phase_table
-from zbpipe.memory._log import ENDED, Allocation, AtPeak, Ended, Log, Marks, Phase, events_of, label, phase_of
+from zbpipe.memory._log import ENDED, Allocation, AtPeak, Ended, Log, Marks, Named, Phase, events_of, label, phase_of
 from zbpipe.memory._stages import METHODS, Method, stages_in
 
 _PASSES = ("I", "W", "B")
@@ -55,9 +55,7 @@ class Recording:
     ``torch.device`` whose allocator is recorded.
     """
 
-    def __init__(
-        self, log: Log, device: torch.device, max_events: int, folder: Path | None = None, trace: bool = False
-    ) -> None:
+    def __init__(self, log: Log, device: torch.device, max_events: int, folder: Path | None, trace: bool) -> None:
         self.device, self._is_traced = device, trace
         self._at_peak: list[AtPeak] | None = None
         self._why_no_peak = "the recording did not trace; use record(trace=True)"
@@ -151,29 +149,7 @@ class Recording:
         """
         if not isinstance(kind, str):
             raise TypeError(f"kind is {argument(kind)}; expected the phase's name, and its number as microbatch=...")
-        return _Once(self._marked(kind, stage, microbatch))
-
-    @contextlib.contextmanager
-    def _marked(self, kind: str, stage: int | None, microbatch: int | None) -> Iterator[None]:
-        is_pass, thread = kind in _PASSES, threading.get_ident()
-        begin = None if is_pass and thread in self._in_pass else self._mark()
-        if begin is None:
-            yield
-            return
-        if is_pass:
-            self._in_pass.add(thread)
-        try:
-            yield
-        except BaseException as error:
-            for raised in (error, error.__cause__):  # of what a pass raises, the cause alone goes on
-                if raised is not None:
-                    vars(raised).setdefault(ENDED, label(kind, stage, microbatch))
-            raise
-        finally:
-            if is_pass:
-                self._in_pass.discard(thread)
-            if (end := self._mark()) is not None:
-                self._ended.append(Ended(kind, stage, microbatch, begin, end))
+        return _Marked(self._mark, self._in_pass, self._ended, (kind, stage, microbatch))
 
     def _mark(self) -> int | None:
         """The number of a mark that is made now, None outside of the recording."""
@@ -320,17 +296,31 @@ class Recording:
         return "\n".join(lines)
 
 
-class _Once(contextlib.AbstractContextManager[None]):
-    """What Recording.phase() returns: contextlib's own managers answer a second entry with an AttributeError."""
+class _Marked(contextlib.AbstractContextManager[None]):
+    """What Recording.phase() returns: the phase's marks, if it has any."""
 
-    def __init__(self, marked: contextlib.AbstractContextManager[None]) -> None:
-        self._marked, self._is_entered = marked, False
+    def __init__(self, mark: Callable[[], int | None], in_pass: set[int], ended: list[Ended], named: Named) -> None:
+        self._mark, self._in_pass, self._ended, self._named = mark, in_pass, ended, named
+        self._thread: int | None = None  # that entered it
+        self._begin: int | None = None
 
     def __enter__(self) -> None:
-        if self._is_entered:
+        if self._thread is not None:
             raise RuntimeError("a phase can be entered once; call phase() again for another one")
-        self._is_entered = True
-        self._marked.__enter__()
+        self._thread = threading.get_ident()
+        is_pass = self._named[0] in _PASSES
+        if not is_pass or self._thread not in self._in_pass:
+            self._begin = self._mark()
+        if is_pass and self._begin is not None:
+            self._in_pass.add(self._thread)
 
-    def __exit__(self, *error: Any) -> None:
-        self._marked.__exit__(*error)
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if self._begin is None:
+            return
+        for raised in (error, getattr(error, "__cause__", None)):  # of what a pass raises, the cause alone goes on
+            if raised is not None:
+                vars(raised).setdefault(ENDED, label(*self._named))
+        if self._named[0] in _PASSES:
+            self._in_pass.discard(self._thread)
+        if (end := self._mark()) is not None:
+            self._ended.append(Ended(*self._named, self._begin, end))
