@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from zbpipe.leaks._heap import NOBODY
 from zbpipe.leaks._results import CONTEXT_VARIABLE, NAMED, Holder, Leak, chain_lines
@@ -15,8 +14,6 @@ _NAME = re.compile(r"(?<=\bitem )(['\"]).*\1|\d+")  # a key, or a number within 
 _BY_NAME = ("attribute", "dict", "list")  # kinds of what is kept under ever new names
 _OWN_NAME = re.compile(r"\S+(?= of )|\.\w+$")  # an attribute's or a variable's, or a module global's
 _MANY = 4  # names that no line of the source binds: the program makes them, and one holder has what is kept there
-
-_NOTHING: Mapping[int, Any] = {}
 
 Key = tuple[str, ...]
 
@@ -41,7 +38,7 @@ def _without_the_name(key: Key) -> Key:
 
 
 def by_holder(
-    leaks: Sequence[Leak], places_of: Mapping[int, Sequence[int]] = _NOTHING, born: Mapping[int, int] = _NOTHING
+    leaks: Sequence[Leak], places_of: Mapping[int, Sequence[int]], born: Mapping[int, int] | None = None
 ) -> dict[Key, tuple[int, list[int]]]:
     """By the chain down to a holder: where that stands in the chains, and the places of the leaks that it has together,
     however they hang below it.

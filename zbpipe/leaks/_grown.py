@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from zbpipe.leaks._alike import Key, by_holder, held_lines
 from zbpipe.leaks._judge import bounded_blocks, what_next
-from zbpipe.leaks._results import Cycle, Leak
+from zbpipe.leaks._results import Cycle, Leak, listed
 from zbpipe.leaks._search import Found
 
 
@@ -114,14 +113,9 @@ def _known(mark: int, found: list[Found], instead: str | None) -> str:
 
 def lines_of(grown: list[Grown], filling: list[Grown], cycles: list[Cycle]) -> list[str]:
     """What grew and who holds it, for people; empty if nothing grew."""
-    parts: tuple[tuple[str, Sequence[Grown | Cycle], int], ...] = (
-        ("grew, and is held by", grown, 10),
-        ("grew, and may be a window that is not full yet", filling, 10),
-        ("reference cycles, which at most the collector opens", cycles if grown else [], 5),
-    )
-    lines: list[str] = []
-    for title, things, most in parts:
-        lines += [title] if things else []
-        lines += [f"  {thing}" for thing in things[:most]]
-        lines += [f"  and {len(things) - most} more"] if len(things) > most else []
-    return lines + what_next([leak for group in grown for leak in group.leaks])
+    return [
+        *listed("grew, and is held by", grown, 10),
+        *listed("grew, and may be a window that is not full yet", filling, 10),
+        *listed("reference cycles, which at most the collector opens", cycles if grown else [], 5),
+        *what_next([leak for group in grown for leak in group.leaks]),
+    ]

@@ -1,8 +1,7 @@
 """What a check has found, for people, and as a picture for Graphviz.
 
 In the picture the outermost holders are on the left and the tensors on the right. Chains that begin alike share their
-beginning; of a long chain the middle is left out. The holder to look at first has a thick line. Autograd nodes and
-groups are hexagons, tensors round, what cannot be seen is dashed. A cycle has an arrow back.
+beginning; long ones lose their middle. A thick line marks the holder to look at first; a cycle has an arrow back.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pathlib import Path
 from zbpipe._formatting import table
 from zbpipe.leaks._alike import by_holder, held_lines, numbered
 from zbpipe.leaks._judge import what_next
-from zbpipe.leaks._results import COLLECTED, Cycle, Holder, Leak, shortened
+from zbpipe.leaks._results import COLLECTED, Cycle, Holder, Leak, listed, shortened
 
 SHOWN_LEAKS = 20  # in the table; more are counted
 SHOWN_GROUPS = 20  # of holders, and of cycles
@@ -26,13 +25,10 @@ _LONGEST_CHAIN = 7
 _CHARACTERS = 34  # of a line in a box
 _LONGEST_TEXT = 120
 _OF_PYTHON = 'shape=box fillcolor="#cfe0f1" color="#33658f"'
-_NODE = 'shape=hexagon fillcolor="#d3e8cc" color="#46783a"'
-_TENSOR = 'shape=box fillcolor="#f7d9a8" color="#a5691b" style="filled,rounded"'
-_UNKNOWN = 'shape=box fillcolor="#e3e4e6" color="#70757c" style="filled,dashed"'
 _LOOKS = {
-    **dict.fromkeys(("node", "accumulator", "group", "work"), _NODE),
-    **dict.fromkeys(("tensor", "saved"), _TENSOR),
-    "unknown": _UNKNOWN,
+    **dict.fromkeys(("node", "accumulator", "group", "work"), 'shape=hexagon fillcolor="#d3e8cc" color="#46783a"'),
+    **dict.fromkeys(("tensor", "saved"), 'shape=box fillcolor="#f7d9a8" color="#a5691b" style="filled,rounded"'),
+    "unknown": 'shape=box fillcolor="#e3e4e6" color="#70757c" style="filled,dashed"',
 }
 
 
@@ -72,12 +68,9 @@ class Report:
         if collected:
             head += f"; {collected} of them only the garbage collector freed"
         lines = [head, "", *self._table(), "", "held by", *_held_by(self.leaks, self.places)]
-        if self.cycles:
-            left = len(self.cycles) - SHOWN_GROUPS
-            lines += ["", "cycles", *(f"  {cycle}" for cycle in self.cycles[:SHOWN_GROUPS])]
-            lines += [f"  and {left} more"] if left > 0 else []
-        next_ = what_next(self.leaks)
-        return "\n".join([*lines, *([""] if next_ else []), *next_]) + self._asides()
+        for part in (listed("cycles", self.cycles, SHOWN_GROUPS), what_next(self.leaks)):
+            lines += ["", *part] if part else []
+        return "\n".join(lines) + self._asides()
 
     def _table(self) -> list[str]:
         shown, rows = self.leaks[:SHOWN_LEAKS], []
@@ -124,24 +117,19 @@ class Report:
 
 def _held_by(leaks: list[Leak], places_of: dict[int, tuple[int, ...]]) -> list[str]:
     """What each holder has, the most bytes first; numbered as in the table."""
-    groups = [
-        (mark, places, sum(leaks[place].bytes for place in places))
-        for mark, places in by_holder(leaks, places_of).values()
-    ]
-    groups.sort(key=lambda group: -group[2])
+    groups = [(mark, places, [leaks[at] for at in places]) for mark, places in by_holder(leaks, places_of).values()]
+    groups.sort(key=lambda group: -sum(leak.bytes for leak in group[2]))
     lines = []
-    for mark, places, size in groups[:SHOWN_GROUPS]:
-        more = sum(leaks[place].chains_more for place in places)
+    for mark, places, those in groups[:SHOWN_GROUPS]:
+        more = sum(leak.chains_more for leak in those)
         also = f", and {more} more reference{'s' * (more > 1)}" if more else ""
+        size = sum(leak.bytes for leak in those)
         lines.append(f"  {size} bytes, {numbered([place + 1 for place in places])}{also}")
-        lines += [f"    {line}" for line in held_lines([leaks[place] for place in places], mark)]
-    if left := groups[SHOWN_GROUPS:]:
-        count, size = sum(len(places) for _, places, _ in left), sum(size for _, _, size in left)
-        lines.append(f"  {size} bytes in {count} more, held by {len(left)} others")
+        lines += [f"    {line}" for line in held_lines(those, mark)]
+    if others := groups[SHOWN_GROUPS:]:
+        left = [leak for _, _, those in others for leak in those]
+        lines.append(f"  {sum(leak.bytes for leak in left)} bytes in {len(left)} more, held by {len(others)} others")
     return lines
-
-
-# ---- the picture
 
 
 def refusal_of(path: Path) -> str | None:
@@ -161,7 +149,7 @@ def _dot_of(report: Report, max_leaks: int) -> str:
         f'label="{len(report.leaks)} leaked storages, {report.bytes} bytes; a thick line: look there first" labelloc=t',
     ]
     for number, leak in enumerate(report.leaks[:max_leaks]):
-        chain = shortened(leak.chain, _LONGEST_CHAIN) or [Holder("unknown", leak.name)]
+        chain = shortened(leak.chain, _LONGEST_CHAIN, leak.place_of_blame) or [Holder("unknown", leak.name)]
         before = ""
         for place, holder in enumerate(chain):
             is_last = place == len(chain) - 1
@@ -173,7 +161,7 @@ def _dot_of(report: Report, max_leaks: int) -> str:
                 lines += [f"{before} -> {names[key]}"] if before else []
             before = names[key]
     for number, cycle in enumerate(report.cycles[:max_leaks]):
-        steps = shortened(cycle.steps, _LONGEST_CHAIN)
+        steps = shortened(cycle.steps, _LONGEST_CHAIN, 0)
         for place, holder in enumerate(steps):
             lines.append(_box(f"c{number}_{place}", holder, "" if place else f"{cycle.bytes} bytes", False))
             lines.append(f"c{number}_{place} -> c{number}_{(place + 1) % len(steps)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -66,7 +66,9 @@ class Leak:
     @property
     def place_of_blame(self) -> int:
         """Where ``blame`` stands in the chain; 0 without a chain."""
-        return _place_of_blame(self.chain, self.in_cycle)
+        named = [place for place in _named_places(self.chain) if not self.in_cycle or place < self.in_cycle]
+        of_the_program = [place for place in named if not self.chain[place].is_library]
+        return (of_the_program or named or [0])[-1]
 
     @property
     def blame(self) -> Holder | None:
@@ -112,12 +114,6 @@ _OF_AUTOGRAD = {"node", "accumulator", "saved"}
 _OF_SOMEBODY = {*NAMED, *TELLING, "unknown"}
 
 
-def _place_of_blame(chain: list[Holder], in_cycle: int = 0) -> int:
-    named = [place for place in _named_places(chain) if not in_cycle or place < in_cycle]
-    of_the_program = [place for place in named if not chain[place].is_library]
-    return (of_the_program or named or [0])[-1]
-
-
 def _named_places(chain: list[Holder]) -> list[int]:
     found = []
     for i, (holder, after) in enumerate(pairwise(chain)):
@@ -152,13 +148,19 @@ def chain_lines(chain: list[Holder], blamed: int) -> list[str]:
     return [f"{'>> ' if i == at else '   '}{holder}" for i, holder in enumerate(shown)]
 
 
-def shortened(chain: list[Holder], most: int, blamed: int | None = None) -> list[Holder]:
+def listed(title: str, things: Sequence[object], most: int) -> list[str]:
+    """A title and at most so many of the things below it; no line if there are none."""
+    more = [f"  and {len(things) - most} more"] if len(things) > most else []
+    return [title, *(f"  {thing}" for thing in things[:most]), *more] if things else []
+
+
+def shortened(chain: list[Holder], most: int, blamed: int) -> list[Holder]:
     """A chain with at most so many of its own holders, and one of kind "more" for each gap. What the program names is
     always shown."""
     if len(chain) <= most:
         return chain
     last = len(chain) - 1
-    always = [0, last, _place_of_blame(chain) if blamed is None else blamed]
+    always = [0, last, blamed]
     always += [i for i, holder in enumerate(chain) if holder.kind in NAMED and not holder.is_library]
     by_weight = [*always, *(i for i, holder in enumerate(chain) if holder.kind in TELLING)]
     by_weight += [last - 1, *range(1, last)]
