@@ -66,7 +66,7 @@ class Heap:
         self.things = [object() for _ in range(reached)] + [[] if i % 3 else {} for i in range(len(edges))]
         self.parents = [-1, 0, 1] + [-1] * len(edges)
 
-    def is_held_unseen(self, place, is_target):
+    def is_held_unseen(self, place, target):
         return place - self.reached in self.unseen
 
 

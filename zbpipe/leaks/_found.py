@@ -18,7 +18,6 @@ from zbpipe.leaks._ways import Ways, is_part
 from zbpipe.leaks._words import Words
 
 OWN_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-_PERHAPS_HELD_BY = 3  # works that are named
 _NO_FACTS: tuple[tuple[int, ...], str, int] = ((), "", 0)
 UNSEEN = "C or C++ that cannot be seen"
 
@@ -89,9 +88,9 @@ class Telling:
         # By its number: a cycle, from the member on where a chain begins, and the storages that hang on it.
         self._cycles: dict[int, tuple[list[int], list[int]]] = {}
         self._trimmed = self._heap.places_of(scope.trimmed)
-        reached = [place for place in self._heap.works if place < self._heap.reached]
-        told = (self._words.told(ways.chain(place)) for place in reached[:_PERHAPS_HELD_BY])
-        self._works = [[holder for _, holder in chain] for chain in told]
+        self._works = [place for place in self._heap.works if place < self._heap.reached]
+        told = self._words.told(ways.chain(self._works[0])) if self._works else []
+        self._first_work = [holder for _, holder in told]
 
     def result(self, sought: dict[int, list[int]], lost: dict[int, int]) -> Result:
         """``sought`` are storages that are searched for, with the places of their tensors; ``lost`` are blocks that
@@ -109,8 +108,6 @@ class Telling:
         listed.sort(key=lambda entry: -entry.leak.bytes)
         return Result(listed, cycles, [f"{what}: {count}" for what, count in heap.unseen.items()], len(heap.things))
 
-    # ---- leaks
-
     def _leak(self, place: int, tensors: list[int]) -> Found:
         things, rank = self._heap.things, self._ways.rank(place)
         identity, (address, held, device, _) = things[place].address, things[place].memory
@@ -127,19 +124,9 @@ class Telling:
             text += _in_an_array(things[place], held)
             size = held if last.kind in ("tensor", "saved") else last.bytes
             chain[-1] = self._words.holder(last.kind, text, last.where, size, last.is_library)
-        leak = Leak(
-            shape,
-            str(dtype).removeprefix("torch."),
-            device,
-            held,
-            identity,
-            len(tensors),
-            "alive",
-            self._created(address),
-            chain,
-            max(sum(map(self._heap.references_to, tensors)) - 1, 0),
-            in_cycle,
-        )
+        name, created = str(dtype).removeprefix("torch."), self._created(address)
+        more = max(sum(map(self._heap.references_to, tensors)) - 1, 0)
+        leak = Leak(shape, name, device, held, identity, len(tensors), "alive", created, chain, more, in_cycle)
         return Found(leak, rank, address, places)
 
     def _chain(self, way: list[int], rank: str, storage: int) -> tuple[list[tuple[int, Holder]], int]:
@@ -150,11 +137,9 @@ class Telling:
         of_cycle, in_cycle = bool(cycle) and not known, 0
         # Who holds the first in its cycle: of what that is a part.
         before = [cycle[cycle.index(way[0]) - 1]] if of_cycle and way[0] in cycle else []
-        told = self._words.told([*before, *way[known:]], len(before))
-        whole = [*before, *way[known:]]
-        chain = [(whole[at], holder) for at, holder in told]
+        chain = self._words.told([*before, *way[known:]], len(before))
         if of_cycle:
-            members = [number_of(way[at - len(before)]) == number_of(way[0]) for at, _ in told]
+            members = [number_of(place) == number_of(way[0]) for place, _ in chain]
             in_cycle = max((count for count, is_member in enumerate(members, 1) if is_member), default=1)
         first = things[way[0]] if way else None
         if scope.returned is not None and scope.returned is (first.object if type(first) is _C.Handle else first):
@@ -171,13 +156,11 @@ class Telling:
         if not self._works:
             return [Holder("unknown", UNSEEN)]
         count = f"one of {len(self._works)} works, say " if len(self._works) > 1 else ""
-        *before, work = self._works[0]
+        *before, work = self._first_work
         return [*before, Holder("work", f"{count}{work.text}, which does not tell what it holds", work.where)]
 
     def _created(self, address: int) -> str | None:
         return created_at(_C.trace_of(self._traces.get(address, 0)))
-
-    # ---- cycles
 
     def _cycle_of(self, start: int, storage: int) -> list[int]:
         """The cycle that a chain begins in; the storage hangs on it."""
@@ -194,8 +177,7 @@ class Telling:
         for cycle, storages in self._cycles.values():
             first = next((at for at, place in enumerate(cycle) if not is_part(self._heap.things[place])), 0)
             turned = [*cycle[first:], *cycle[:first]]
-            links = self._words.told([turned[-1], *turned, turned[0]], 1)
-            holders = [holder for at, holder in links if at <= len(turned)]
+            holders = [holder for _, holder in self._words.told([turned[-1], *turned, turned[0]], 1, -1)]
             text = " -> ".join([*map(_with_line, holders), "back"])
             if is_a_librarys_own(holders):
                 for storage in storages:

@@ -64,7 +64,7 @@ class Heap:
         self._python_references: defaultdict[int, int] = defaultdict(int)
         self._native_references: defaultdict[int, int] = defaultdict(int)
         self._kinds: dict[int, int] = {}  # by the identity of the class, which a metaclass may not let be hashed
-        self._array, self._work = array_type(), work_type()
+        self.array, self.work = array_type(), work_type()  # None where nobody has imported them
 
     def add_roots(self, roots: Iterable[Any]) -> None:
         for root in roots:
@@ -121,10 +121,10 @@ class Heap:
         if kind == _PARTLY_NATIVE:
             yield from _C.references_of(thing)
         elif kind == _ARRAY:
-            yield from ((one, None, False) for one in _held_by_array(thing, self._array))
+            yield from ((one, None, False) for one in _held_by_array(thing, self.array))
 
-    def is_held_unseen(self, place: int, is_target: bool) -> bool:
-        """Whether references to a thing are counted that come from nobody who was met. Those to a target's Python
+    def is_held_unseen(self, place: int, target: Any) -> bool:
+        """Whether references to a thing are counted that come from nobody who was met. Those to the target's Python
         object are the caller's."""
         thing = self.things[place]
         python, native = self._python_references[place], self._native_references[place]
@@ -134,7 +134,7 @@ class Heap:
         if thing.kind == "storage":
             return False
         of_native, of_python, python_owns, native_owns = thing.counts
-        return of_native - python_owns > native or (not is_target and of_python - native_owns > python)
+        return of_native - python_owns > native or (thing is not target and of_python - native_owns > python)
 
     def labels(self, holder: int) -> dict[int, str]:
         """How a place holds others, where C++ knows, by the identities of these: the first way if there are several."""
@@ -197,9 +197,9 @@ class Heap:
             return _NATIVE
         if issubclass(cls, _PARTLY_NATIVE_TYPES):
             return _PARTLY_NATIVE
-        if self._array is not None and issubclass(cls, self._array):
+        if self.array is not None and issubclass(cls, self.array):
             return _ARRAY
-        if self._work is not None and issubclass(cls, self._work):
+        if self.work is not None and issubclass(cls, self.work):
             return _WORK
         return _PLAIN if TYPE_FLAGS.__get__(cls) & _HAS_REFERENTS else _SKIPPED
 

@@ -44,10 +44,8 @@ def is_a_constant(chain: Sequence[Holder], modules: set[str]) -> bool:
 def bounded_blocks() -> dict[int, tuple[int, str]]:
     """Of blocks that nothing visible holds: how many of each size torch itself may keep, and as what. Keyed by their
     bytes."""
-    kept = (
-        (ddp.bucket_bytes(living(DistributedDataParallel)), _A_BUCKET),
-        (_autocast_sizes(), _AUTOCASTS),
-    )
+    buckets, cast = ddp.bucket_bytes(living(DistributedDataParallel)), _autocast_sizes()
+    kept = ((buckets, _A_BUCKET), (cast, _AUTOCASTS))
     return {size: (count, holder) for counts, holder in kept for size, count in counts.items()}
 
 

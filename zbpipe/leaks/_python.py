@@ -144,9 +144,8 @@ def slot_of(thing: Any, value: Any) -> tuple[str | None, type]:
 def attribute_place(cls: type, attribute: str) -> str | None:
     for base in _MRO.__get__(cls):
         filename = module_file(module_namespace(sys.modules.get(module_of_class(base))))
-        line = filename and binding_line(filename, _QUALNAME.__get__(base), attribute)
-        if filename and line:
-            return place(filename, line)
+        if where := binding_place(filename, _QUALNAME.__get__(base), attribute):
+            return where
     return None
 
 
@@ -158,14 +157,11 @@ def set_by_the_program(attribute: str) -> list[str]:
     for module in list(sys.modules.values()):
         filename = module_file(module_namespace(module)) or ""
         if library_path(filename) is None and attribute in "".join(linecache.getlines(filename)):
-            if binding_line(filename, _OF_CLASSES, attribute):
+            if binding_place(filename, _OF_CLASSES, attribute):
                 return []
-            line = binding_line(filename, _OF_OTHERS, attribute)
-            found += [place(filename, line)] if line else []
+            where = binding_place(filename, _OF_OTHERS, attribute)
+            found += [where] if where else []
     return found
-
-
-# ---- lines of source
 
 
 def place(filename: str, line: int) -> str:
@@ -204,10 +200,11 @@ def line_at(where: str | None) -> str:
     return linecache.getline(_files.get(shown, shown), int(line)).strip() if line.isdigit() else ""
 
 
-def binding_line(filename: str, scope: str, name: str) -> int | None:
-    """The line on which a class (its qualified name) or a module ("") first binds a name. A class may bind it in its
-    body, or as an attribute of something in its methods."""
-    return min(_bindings(filename).get((scope, name), ()), default=None)
+def binding_place(filename: str | None, scope: str, name: str) -> str | None:
+    """Where a class (its qualified name) or a module ("") first binds a name. A class may bind it in its body, or as an
+    attribute of something in its methods."""
+    lines = _bindings(filename).get((scope, name)) if filename else None
+    return place(filename, min(lines)) if filename and lines else None
 
 
 def assignment_line(filename: str, name: str, first: int, now: int, last: int) -> int | None:
@@ -219,13 +216,10 @@ def assignment_line(filename: str, name: str, first: int, now: int, last: int) -
 
 def definition_line(filename: str, first: int) -> int:
     """The line of a function's ``def``; its code begins at line ``first``, with its decorators if it has any."""
-    line = first
-    text = linecache.getline(filename, line)
-    if text.lstrip().startswith("@"):
-        while text and not re.match(r"\s*(async )?def ", text):
-            line += 1
-            text = linecache.getline(filename, line)
-    return line if text else first
+    if not linecache.getline(filename, first).lstrip().startswith("@"):
+        return first
+    lines = enumerate(linecache.getlines(filename)[first:], first + 1)
+    return next((line for line, text in lines if re.match(r"\s*(async )?def ", text)), first)
 
 
 def forget() -> None:

@@ -31,10 +31,7 @@ class Ways:
         count = len(heap.edges)
         self._parents[len(heap.things) - count :] = [NOBODY] * count
         self._ranks = ["none"] * count
-        self._spread(
-            [i for i in range(count) if heap.is_held_unseen(heap.reached + i, heap.things[heap.reached + i] is target)],
-            "hidden",
-        )
+        self._spread([i for i in range(count) if heap.is_held_unseen(heap.reached + i, target)], "hidden")
         self._cycles = _components(heap.edges, [rank == "none" for rank in self._ranks])
         self._spread(self._most_to_blame(), "cycle")
 

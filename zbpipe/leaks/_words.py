@@ -23,7 +23,6 @@ import torch
 
 from zbpipe import _C
 from zbpipe._torch.modules import REGISTERED
-from zbpipe._torch.pipelining import work_type
 from zbpipe.leaks import _python
 from zbpipe.leaks._heap import NOBODY
 from zbpipe.leaks._python import NOTHING, callable_name, code_place, key_text, namespace_of, type_name
@@ -59,13 +58,12 @@ class Words:
         self._places: dict[int, dict[int, Any]] = {}
         self._labels: dict[int, dict[int, str]] = {}  # by the places of holders
         self._of_modules: dict[int, bool] = {}
-        self._array, self._work = _python.array_type(), work_type()
 
-    def told(self, path: Sequence[int], skipped: int = 0) -> list[tuple[int, Holder]]:
-        """The holders on a way, each with its index in it, without those before index ``skipped``."""
+    def told(self, path: Sequence[int], first: int = 0, end: int | None = None) -> list[tuple[int, Holder]]:
+        """The holders on a way, each with its place, from index ``first`` to before ``end``."""
         found: list[tuple[int, Holder]] = []
         parents, links = self._heap.parents, self._links
-        for at in range(skipped, len(path)):
+        for at in range(len(path))[first:end]:
             place, after = path[at], path[at + 1] if at + 1 < len(path) else LEFT_OUT
             if place == LEFT_OUT:
                 count = self._ways.depth(after) - self._ways.depth(path[at - 1]) - 1
@@ -77,7 +75,7 @@ class Words:
                     links[after] = self._described(path, at, after)
                 holder = links[after]
             if holder is not None:
-                found.append((at, holder))
+                found.append((place, holder))
         return found
 
     def holder(
@@ -174,14 +172,13 @@ class Words:
             text = f"{edge}the traceback of an exception, in {_python.code_name(code)}()"
             return self.holder("traceback", text, _python.place(code.co_filename, thing.tb_lineno))
         if cls is _C.ParamGroup:
-            size = thing.bytes_held
-            return self.holder("group", f"{edge}parameter group of zbpipe", size=size if type(size) is int else 0)
-        if self._array is not None and issubclass(cls, self._array):
+            return self.holder("group", f"{edge}parameter group of zbpipe", size=thing.bytes_held)
+        if self._heap.array is not None and issubclass(cls, self._heap.array):
             name = type_name(thing)
             what = "numpy array" if name == "numpy.ndarray" else f"{name} (a numpy array)"
-            has_objects = self._array.dtype.__get__(thing).hasobject
+            has_objects = self._heap.array.dtype.__get__(thing).hasobject
             return self.holder("object", edge + (f"an item of a {what}" if has_objects else f"a {what} on its memory"))
-        if self._work is not None and issubclass(cls, self._work):
+        if self._heap.work is not None and issubclass(cls, self._heap.work):
             return self.holder("work", f"{edge}a {type_name(thing)}")
         if _python.module_of_class(cls) == "builtins" and _python.class_name(cls).startswith("hamt"):  # a context's map
             return self._of_context(thing, held)
@@ -242,8 +239,7 @@ class Words:
         of_library = _python.is_of_a_library(module)
         if type(key) is not str:
             return self.holder("module", f"the globals of module {module}", is_library=of_library)
-        line = filename and _python.binding_line(filename, "", key)
-        where = _python.place(filename, line) if filename and line else None
+        where = _python.binding_place(filename, "", key)
         return self.holder("module", f"module global {module}.{key}", where, is_library=None if where else of_library)
 
     def _attribute(self, owner: Any, namespace: Any, held: Any, edge: str) -> Holder | None:
@@ -281,8 +277,6 @@ class Words:
             return None
         name = self._key(namespace, held)
         return name if type(name) is str and name in REGISTERED else None
-
-    # ---- places in containers, by identity
 
     def _key(self, container: Any, value: Any) -> Any:
         """The key, or the place, under which a dictionary or a sequence holds a value; NOTHING if it does not."""
