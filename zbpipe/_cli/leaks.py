@@ -147,7 +147,9 @@ def _report(steps: Steps, given: argparse.Namespace) -> tuple[str, int]:
         return f"zbpipe leaks: {seen}; {needed}. {what}.", TOO_FEW
     head = f"zbpipe leaks: {len(growth.counts)} steps ({steps.kind}) after {steps.warmup} of warm-up{whose}"
     said = lines_of(steps.found, growth.filling, growth.cycles)
-    said = [*said, f"({_as_of(steps, growth)})"] if said else [_nothing(growth)]
+    times = max(rises(growth.counts), rises(growth.bytes))
+    nothing = "nothing grew" + (f"; memory rose {times} times in the later half: watch more steps" if times > 1 else "")
+    said = [*said, f"({_as_of(steps, growth)})"] if said else [nothing]
     if given.picture and steps.found:
         leaks = sorted((leak for grown in steps.found for leak in grown.leaks), key=lambda leak: -leak.bytes)
         Report(leaks, growth.cycles if leaks else []).draw(given.picture)
@@ -156,12 +158,5 @@ def _report(steps: Steps, given: argparse.Namespace) -> tuple[str, int]:
 
 def _as_of(steps: Steps, growth: Growth) -> str:
     watched, newer = len(growth.counts), growth.since_the_search()
-    said = f"as of step {steps.looked_at}"
-    if steps.looked_at == watched or not newer:
-        return said
-    return f"{said}; {newer} more since, for whose holders give --steps {watched}"
-
-
-def _nothing(growth: Growth) -> str:
-    times = max(rises(growth.counts), rises(growth.bytes))
-    return "nothing grew" + (f"; memory rose {times} times in the later half: watch more steps" if times > 1 else "")
+    more = f"; {newer} more since, for whose holders give --steps {watched}"
+    return f"as of step {steps.looked_at}" + (more if newer and steps.looked_at < watched else "")

@@ -16,8 +16,6 @@ from types import ModuleType
 
 from zbpipe._cli.files import search_first
 
-_run_as_main = runpy._run_module_as_main  # type: ignore[attr-defined] # as python -m does
-
 
 def run(script: str, arguments: list[str], is_module: bool) -> int:
     """Runs a file, or a module or package by its name. Returns its exit status; its other exceptions pass."""
@@ -26,7 +24,7 @@ def run(script: str, arguments: list[str], is_module: bool) -> int:
     search_first(os.getcwd() if is_module else str(Path(script).resolve().parent))
     try:
         if is_module:
-            _run_as_main(script)
+            runpy._run_module_as_main(script)  # type: ignore[attr-defined] # as python -m does
             return 0
         loader = main.__loader__ = SourceFileLoader("__main__", script)
         main.__file__, main.__cached__ = os.path.abspath(script), None  # type: ignore[attr-defined]

@@ -49,10 +49,8 @@ class Check:
         RuntimeError: it was entered twice, or left without having been entered.
     """
 
-    report: Report | None
-
     def __init__(self, action: Action, allow: tuple[Any, ...], trace: bool) -> None:
-        self.report = None
+        self.report: Report | None = None
         self._action, self._allow, self._trace = action, allow, trace
         self._begun: contextlib.ExitStack | None = None
         self._unseen: list[str] = []
@@ -150,15 +148,13 @@ class Check:
     def _look(self) -> Report:
         report = Report()
         tensors, predicates, holders = _allow.parts_of((*self._allow, *_allow.tensors_in(self._returned)))
-        until = _C.next_serial()
+        exempted = (identities(now) - identities(older) for older, now in self._others)
         scope = Scope(
             since=self._since,
-            until=until,
+            until=_C.next_serial(),
             exempt=self._exempt,
             older=self._older,
-            allowed=_C.storages_of(tensors).union(
-                *(identities(now) - identities(older) for older, now in self._others)
-            ),
+            allowed=_C.storages_of(tensors).union(*exempted),
             trimmed={id(holder) for holder in (*tensors, *holders)},
             returned=self._returned,
             predicates=predicates,
@@ -204,13 +200,7 @@ def check_tensor_leak(function: F, /) -> F: ...
 def check_tensor_leak(*, action: Action = "warn", allow: Any = (), trace: bool = False) -> Check: ...
 
 
-def check_tensor_leak(
-    function: Callable[..., Any] | None = None,
-    *,
-    action: Action = "warn",
-    allow: Any = (),
-    trace: bool = False,
-) -> Any:
+def check_tensor_leak(function: Any = None, *, action: Action = "warn", allow: Any = (), trace: bool = False) -> Any:
     """Finds tensors that are allocated in a block or function and outlive it, or that only the garbage collector frees.
 
     ``with check_tensor_leak() as check:``, ``@check_tensor_leak`` or ``@check_tensor_leak(action="error")``. The

@@ -14,7 +14,6 @@ parameters, and what collections with a maximum length hold, has a bound: a wind
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections import Counter
 from contextlib import ExitStack
@@ -64,24 +63,21 @@ class Growth:
     """
 
     def __init__(self) -> None:
-        recorder, begun = _C.Recorder(0), ExitStack()
-        recorder.start()
-        begun.callback(recorder.stop)
-        begun.enter_context(collector)
-        self._end = weakref.finalize(self, begun.close)
-        self._since = _C.next_serial()
-        # What lived after the last step: its step of birth and its bytes, by a block's serial or a storage's negative.
-        self._living: dict[int, tuple[int, int]] = {}
-        self._sizes: list[tuple[int, Counter[int]]] = []  # how many of each size, at each look
-        self._newest_nodes = [-1, -1]  # by their sequence numbers, at the look before the last one and at that
-        try:
+        with ExitStack() as begun:  # what is begun ends where a later step fails
+            recorder = _C.Recorder(0)
+            recorder.start()
+            begun.callback(recorder.stop)
+            begun.enter_context(collector)
+            self._since = _C.next_serial()
             self._counts_others = allocator.is_in_use()
             self._older: object = storages_now()
             self._last: object = None  # storages that others' identities must not be given to
             self._optimizers = weakref.WeakSet(living(torch.optim.Optimizer))
-        except BaseException:
-            self._end()  # the error may keep this object
-            raise
+            self._end = weakref.finalize(self, begun.pop_all().close)
+        # What lived after the last step: its step of birth and its bytes, by a block's serial or a storage's negative.
+        self._living: dict[int, tuple[int, int]] = {}
+        self._sizes: list[tuple[int, Counter[int]]] = []  # how many of each size, at each look
+        self._newest_nodes = [-1, -1]  # by their sequence numbers, at the look before the last one and at that
         self.counts: list[int] = []
         self.bytes: list[int] = []
         self.nodes: list[int] = []
@@ -282,7 +278,7 @@ class Growth:
 
 def _largest_graph(newest: int) -> Grown | None:
     """Who holds the tensor with the most nodes below it that are not newer than ``newest`` and on no newer graph."""
-    tensors = [_C.handle_of(thing) for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    tensors = map(_C.handle_of, living(torch.Tensor))
     roots = [(node, tensor) for tensor in tensors for node in _nodes_of(tensor)]
     roots.sort(key=lambda root: -(root[0].sequence or 0))
     seen: set[_C.Handle] = set()

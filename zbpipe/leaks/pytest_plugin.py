@@ -12,7 +12,6 @@ Processes share nothing: under pytest-xdist each worker judges its own tests.
 """
 
 import contextlib
-import gc
 import traceback
 import warnings
 import weakref
@@ -24,6 +23,7 @@ import pytest
 from zbpipe._formatting import argument
 from zbpipe.leaks import _allow
 from zbpipe.leaks._check import TensorLeakError, TensorLeakWarning, check_tensor_leak
+from zbpipe.leaks._judge import living
 from zbpipe.leaks._report import Report
 
 NOT_JUDGED = "not judged: the test raised, and its traceback keeps the frames that it went through, with their tensors"
@@ -201,8 +201,7 @@ def _let_go(item: pytest.Item) -> None:
     if getattr(item, "_instance", None) is not None:  # of a test class: pytest would keep it to the end of the run
         item._obj = None  # type: ignore[attr-defined]
         del item._instance  # type: ignore[attr-defined]
-    for thing in gc.get_objects():
+    for info in living(pytest.ExceptionInfo):
         # `with pytest.raises(...) as e`: e holds a traceback, that the test's frame, and that e.
-        filled = type(thing) is pytest.ExceptionInfo and thing._excinfo is not None
-        if filled and any(frame.f_code is code for frame, _ in traceback.walk_tb(thing.tb)):
-            traceback.clear_frames(thing.tb)
+        if info._excinfo is not None and any(frame.f_code is code for frame, _ in traceback.walk_tb(info.tb)):
+            traceback.clear_frames(info.tb)

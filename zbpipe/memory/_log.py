@@ -94,14 +94,13 @@ Marks = namedtuple("Marks", "time_ns events live peak allocated freed allocation
 class Ended(NamedTuple):
     """A phase that has ended, with the numbers of its marks."""
 
-    kind: str
-    stage: int | None
-    microbatch: int | None
+    named: Named
     begin: int
     end: int
 
 
-def phase_of(marks: Marks, kind: str, stage: int | None, microbatch: int | None, begin: int, end: int) -> Phase:
+def phase_of(marks: Marks, ended: Ended) -> Phase:
+    (kind, stage, microbatch), begin, end = ended
     times = {"begin_ns": marks.time_ns[begin] - marks.time_ns[0], "end_ns": marks.time_ns[end] - marks.time_ns[0]}
     lives = {"live_begin": marks.live[begin], "live_end": marks.live[end], "peak": max(marks.peak[begin:end])}
     sums = {name: sum(getattr(marks, name)[begin:end]) for name in ("allocated", "freed", "allocations", "frees")}

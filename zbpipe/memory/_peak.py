@@ -82,7 +82,7 @@ def _phases(marks: Marks, ended: Sequence[Ended]) -> Callable[[int, int], Named]
 
     def phase_of(span: int, thread: int) -> Named:
         own = [phase for phase in around[span] if marks.thread[phase.begin] == thread]
-        return next((phase[:3] for phase in reversed(own or around[span])), ("", None, None))
+        return next((phase.named for phase in reversed(own or around[span])), ("", None, None))
 
     return phase_of
 

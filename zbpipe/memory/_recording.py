@@ -68,8 +68,6 @@ class Recording:
         self._in_pass: set[int] = set()  # threads
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    # ---- recording
-
     def __enter__(self) -> Recording:
         if self._is_running or self._is_over:
             raise RuntimeError("a recording can be entered once; call zbpipe.memory.record() again for another one")
@@ -181,8 +179,6 @@ class Recording:
                     vars(stage)[name] = Method(stage, name)
                 vars(stage)[name].recordings.add(self)
 
-    # ---- totals
-
     @property
     def _readable(self) -> Log:
         """The log, of which something is known by now."""
@@ -231,9 +227,7 @@ class Recording:
     def phases(self) -> list[Phase]:
         """The phases that have ended, in the order in which they began."""
         ended, marks = sorted(self._ended, key=operator.attrgetter("begin")), self._marks
-        return [phase_of(marks, *phase) for phase in ended]
-
-    # ---- the log
+        return [phase_of(marks, phase) for phase in ended]
 
     def _whole_log(self, what: str) -> Log:
         log = self._readable
@@ -323,4 +317,4 @@ class _Marked(contextlib.AbstractContextManager[None]):
         if self._named[0] in _PASSES:
             self._in_pass.discard(self._thread)
         if (end := self._mark()) is not None:
-            self._ended.append(Ended(*self._named, self._begin, end))
+            self._ended.append(Ended(self._named, self._begin, end))
