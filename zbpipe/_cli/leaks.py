@@ -71,21 +71,15 @@ def _line(text: str) -> tuple[str, int]:
     file, _, line = text.rpartition(":")
     if not Path(file).is_file() or not line.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not FILE:LINE of a file that is there")
-    if int(line) not in _lines_that_run(file):
-        raise argparse.ArgumentTypeError(f"at {text} no statement begins, so no step would end there")
-    return os.path.realpath(file), int(line)
-
-
-def _lines_that_run(file: str) -> set[int]:
     try:
-        todo = [compile(Path(file).read_bytes(), file, "exec")]
+        codes = [compile(Path(file).read_bytes(), file, "exec")]
     except SyntaxError as error:
         raise argparse.ArgumentTypeError(f"{file} is no Python: {error}") from None
-    found: set[int] = set()
-    for code in todo:  # which becomes longer meanwhile
-        found.update(line for _, _, line in code.co_lines() if line)
-        todo += [one for one in code.co_consts if isinstance(one, types.CodeType)]
-    return found
+    for code in codes:  # which becomes longer meanwhile
+        codes += [one for one in code.co_consts if isinstance(one, types.CodeType)]
+    if int(line) not in {number for code in codes for _, _, number in code.co_lines() if number}:
+        raise argparse.ArgumentTypeError(f"at {text} no statement begins, so no step would end there")
+    return os.path.realpath(file), int(line)
 
 
 def _picture(text: str) -> Path:

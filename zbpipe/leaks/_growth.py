@@ -180,7 +180,7 @@ class Growth:
         now = len(self.counts)
         self._searches_often = self._searches_often and result.visited < _MANY
         self.search_from = now * 3 // (2 if self._searches_often else 1)
-        filling = [one for one in groups_of(bounded) if verdict((entry.born for entry in one.found), (), now).leaks]
+        filling = [one for one in groups_of(bounded) if verdict([entry.born for entry in one.found], (), now).leaks]
         chains, known = dict[Key, Key](), dict[int, str]()
         for entry in others:
             chain = likeness(entry.leak.chain, known)

@@ -37,7 +37,7 @@ class Verdict:
     lost: bool = False
 
 
-def verdict(born: Iterable[int], gone: Iterable[tuple[int, int]], last: int, is_all: bool = True) -> Verdict:
+def verdict(born: Sequence[int], gone: Sequence[tuple[int, int]], last: int, is_all: bool = True) -> Verdict:
     """Of one place after ``last`` steps.
 
     Args:
@@ -45,20 +45,19 @@ def verdict(born: Iterable[int], gone: Iterable[tuple[int, int]], last: int, is_
         gone: of each that is known to have gone, the step of its birth, and the first one after which it had gone.
         is_all: whether searches were so many that most of what has gone is known.
     """
-    all_born, ended = [*born], [*gone]
-    counted = [step for step in all_born if 1 < step < last]
+    counted = [step for step in born if 1 < step < last]
     if not _go_on(counted, last - 1, last):
         return Verdict()
-    longest = max((end - begin for begin, end in ended), default=0)
+    longest = max((end - begin for begin, end in gone), default=0)
     until = min(last - math.ceil(SLACK * longest), last - 1)
     if _go_on([step for step in counted if step <= until], until, last):
-        return Verdict(leaks=True, until=until, lost=bool(ended))
+        return Verdict(leaks=True, until=until, lost=bool(gone))
     lives = [0] * (last + 2)
-    for begin, end in [*((step, last + 1) for step in all_born), *ended]:
+    for begin, end in [*((step, last + 1) for step in born), *gone]:
         lives[begin] += 1
         lives[end] -= 1
     heights = [*accumulate(lives)][1:last]
-    ends = sorted({end for _, end in ended if is_all and last // 2 < end < last})
+    ends = sorted({end for _, end in gone if is_all and last // 2 < end < last})
     is_filled = len(ends) >= _BIRTHS and heights[-1] > max(heights[: ends[_BIRTHS - 1] - 1])
     is_filled = is_filled and rises(heights, is_strict=True) >= enough(last)
     return Verdict(leaks=is_filled, passes=not is_filled, until=last - 1, lost=True)

@@ -1,14 +1,9 @@
 """What the pytest plugin does for tests that ask for it. Its option, marker and fixture: _zbpipe_hook/plugin.py.
 
 A test is watched from before its set-up until after its teardown, so what its fixtures own is no leak. A leak is an
-error of the teardown. Not leaks are:
-
-- what fixtures of a wider scope (class, module, package, session) made, in whichever test they were set up, and what
-  their values have gained since: a parameter's ``.grad``, an entry in a cache;
-- what a failed test leaves: its traceback, which pytest keeps, holds the frames and their variables. Such a test is not
-  judged, and its report says so.
-
-Processes share nothing: under pytest-xdist each worker judges its own tests.
+error of the teardown. No leak is what fixtures of a wider scope (class, module, package, session) made, in whichever
+test they were set up, and what their values have gained since: a parameter's ``.grad``, an entry in a cache. A test
+that failed is not judged, and its report says so: pytest keeps its traceback, which holds the frames' variables.
 """
 
 import contextlib
