@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Iterable
 from pathlib import Path
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -114,8 +114,7 @@ def _explored(ignored: list[Any], also: Iterable[Any] = (), target: Any = None, 
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main, current = threading.main_thread().ident, sys._current_frames()
     for ident, frame in current.items():
-        at: FrameType | None = frame
-        while at is not None:
+        for at, _ in walk_stack(frame):
             if ident != main:
                 heap.threads[id(at)] = names.get(ident, str(ident))
             if not at.f_code.co_filename.startswith(_HERE):
@@ -126,7 +125,6 @@ def _explored(ignored: list[Any], also: Iterable[Any] = (), target: Any = None, 
                 is_librarys = _python.library_path(at.f_code.co_filename) is not None
                 (of_libraries if is_librarys else roots).append(at)
                 heap.held[id(at)] = variables
-            at = at.f_back
     # This frame among its own variables would be a cycle, which keeps all callers' frames and what they hold.
     current.clear()
     frame = at = None  # type: ignore[assignment]

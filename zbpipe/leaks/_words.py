@@ -78,12 +78,9 @@ class Words:
                 found.append((place, holder))
         return found
 
-    def holder(
-        self, kind: str, text: str, where: str | None = None, size: int = 0, is_library: bool | None = None
-    ) -> Holder:
-        """The same object for all that are equal. Without a word on it, a place tells whether it is a library's."""
-        if is_library is None:
-            is_library = kind == "function" if where is None else _python.is_library(where)
+    def holder(self, kind: str, text: str, where: str | None = None, size: int = 0, is_library: bool = False) -> Holder:
+        """The same object for all that are equal. If it has a place, that tells whether it is a library's."""
+        is_library = _python.is_library(where) if where is not None else is_library or kind == "function"
         key = kind, text, where, size, is_library
         holder = self._made.get(key)
         if holder is None:
@@ -240,7 +237,7 @@ class Words:
         if type(key) is not str:
             return self.holder("module", f"the globals of module {module}", is_library=of_library)
         where = _python.binding_place(filename, "", key)
-        return self.holder("module", f"module global {module}.{key}", where, is_library=None if where else of_library)
+        return self.holder("module", f"module global {module}.{key}", where, is_library=of_library)
 
     def _attribute(self, owner: Any, namespace: Any, held: Any, edge: str) -> Holder | None:
         if self._registry(owner, namespace, held) is not None:
@@ -269,7 +266,7 @@ class Words:
         if where is None and is_library and module.partition(".")[0] not in sys.stdlib_module_names:
             set_at = _python.set_by_the_program(name)
             return self.holder("attribute", text, set_at[0] if len(set_at) == 1 else None, 0, not set_at)
-        return self.holder("attribute", text, where, is_library=None if where else is_library)
+        return self.holder("attribute", text, where, is_library=is_library)
 
     def _registry(self, owner: Any, namespace: Any, held: Any) -> str | None:
         """Under which name a module has a dictionary of its parameters, buffers or modules, if it is one."""
