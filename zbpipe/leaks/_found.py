@@ -18,7 +18,6 @@ from zbpipe.leaks._ways import Ways, is_part
 from zbpipe.leaks._words import Words
 
 OWN_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-_NO_FACTS: tuple[tuple[int, ...], str, int] = ((), "", 0)
 UNSEEN = "C or C++ that cannot be seen"
 
 
@@ -115,7 +114,7 @@ class Telling:
         if len(way) < 2 or way[-2] in tensors:
             way = way[:-1]  # a tensor stands for its storage
         shown = [place for place in way[-1:] if place in tensors] or tensors[:1]
-        shape, dtype, used = things[shown[0]].facts if shown else _NO_FACTS
+        shape, dtype, used = things[shown[0]].facts if shown else ((), "", 0)
         told, in_cycle = self._chain(way, rank, identity)
         places, chain = tuple(at for at, _ in told), [holder for _, holder in told]
         if chain:

@@ -31,9 +31,6 @@ from zbpipe._torch.autograd import NATIVE_CLASSES, SAVED_TENSOR
 from zbpipe._torch.pipelining import work_type
 from zbpipe.leaks._python import array_type, namespace_of
 
-Reference = tuple[Any, "str | None", bool]
-"""What is held, how, and whether the reference is to libtorch's object."""
-
 _SKIPPED, _PLAIN, _NATIVE, _PARTLY_NATIVE, _ARRAY, _WORK = range(6)
 _PARTLY_NATIVE_TYPES = (_C.ParamGroup, SAVED_TENSOR, type(datetime.datetime_CAPI))
 TYPE_FLAGS = vars(type)["__flags__"]  # a metaclass may have a property of this name
@@ -102,7 +99,8 @@ class Heap:
             holds = [self._meet_reference(*reference, at) for reference in self.references(thing)]
             self.edges.append([place - self.reached for place in holds if place >= self.reached])
 
-    def references(self, thing: Any) -> Iterator[Reference]:
+    def references(self, thing: Any) -> Iterator[tuple[Any, str | None, bool]]:
+        """What a thing holds, how, and whether the reference is to libtorch's object."""
         if id(thing) in self.held:
             yield from ((one, None, False) for one in self.held[id(thing)])
             return

@@ -57,14 +57,9 @@ def living(cls: type | tuple[type, ...]) -> list[Any]:
 def _autocast_sizes() -> Counter[int]:
     """The bytes of the weights that autocast may have cast and kept: leaves that require a gradient, in float32."""
     width = autograd.cached_by_autocast()
-    if not width:
-        return Counter()
+    weights = living(torch.nn.Parameter) if width else []
     with autograd.without_torch_functions():
-        return Counter(
-            weight.numel() * width
-            for weight in living(torch.nn.Parameter)
-            if weight.requires_grad and weight.dtype == torch.float32
-        )
+        return Counter(one.numel() * width for one in weights if one.requires_grad and one.dtype == torch.float32)
 
 
 def windows_of(optimizers: Iterable[Any]) -> list[torch.Tensor]:
