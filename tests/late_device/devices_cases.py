@@ -136,6 +136,34 @@ def test_passes_on_both_sides_of_a_capture_are_refused(make):
     assert not differences(run.results(), expected)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch cannot tell of a stream that it is captured")
+@pytest.mark.parametrize("name", ["mlp", "normed", "handed over"])
+def test_accumulators_of_the_default_stream_in_a_capture(name):
+    """torch refuses them, in its own words, and says what to do."""
+
+    class Captured(Run):
+        def forward(self, k):
+            self.outputs[k] = [self.stage(self.inputs[k])]
+
+        def output_grads(self, k):
+            return [self.inputs[k].detach()]
+
+        def step(self):
+            for part in (self.forward, self.input, self.weight):
+                part(0)
+
+    said = []
+    for split in (False, True):
+        run = Captured("late", STAGES[name], split=split)
+        run.inputs[0] = torch.zeros(ROWS, WIDTH, device="late", requires_grad=True)
+        accumulators = [weight.view_as(weight).grad_fn.next_functions[0][0] for weight in run.weights()]
+        with pytest.raises(RuntimeError) as caught, late.captured():
+            run.step()
+        said.append(str(caught.value))
+        del accumulators
+    assert said[0] == said[1]
+
+
 @pytest.mark.parametrize("name", ["mlp", "normed", "tied", "batched", "weight root", "branches", "handed over"])
 def test_both_passes_in_one_captured_graph(name, monkeypatch):
     """Replayed on other inputs: each time the gradients of these. In the first capture zbpipe checks itself."""

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from support import late_runs
-from support.late_runs import check_in_every_order, late_weights, on_another_thread, on_three_streams
-from support.late_stages import STAGES, WIDTH
+from support.late_runs import Run, check_in_every_order, late_weights, on_another_thread, on_three_streams
+from support.late_stages import ROWS, SQUARE, STAGES, WIDTH, of
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 
 def on_weights(run):
@@ -73,33 +74,30 @@ def test_an_optimizer_in_the_hooks(name):
 
 
 def test_what_a_weight_pass_that_raised_has_added_comes_before_what_the_caller_does():
-    """The first weight stands alone and is added; then the engine calls the second's hook, which raises once."""
+    """The last layer's weight is added; the first one's has a gradient that cannot be written to. No engine runs, which
+    would wait for both."""
 
     def scenario(run):
+        first, last = run.weights()
         run.forward(0)
         run.input(0)
         own = run.stream()
         with own:
             if run.split:
-                with pytest.raises(ValueError, match="for a moment"):
+                first.grad = torch.zeros((), device=first.device).expand_as(first)
+                with pytest.raises(RuntimeError, match="single memory location"):
                     run.weight(0)
-                run.stage[0].weight.grad.mul_(2)
+                last.grad.mul_(2)
+                first.grad = None
             run.weight(0)
             if not run.split:
-                run.stage[0].weight.grad.mul_(2)
+                last.grad.mul_(2)
         run.wait(own)
 
-    def setup(run):
-        raised = [] if run.split else [True]
+    def make():
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2)))
 
-        def hook(grad):
-            if not raised:
-                raised.append(True)
-                raise ValueError("for a moment")
-
-        run.stage[1].weight.register_hook(hook)
-
-    check_in_every_order(scenario, lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2))), setup=setup)
+    check_in_every_order(scenario, make)
 
 
 def test_a_weight_pass_that_raised_goes_on():
@@ -128,3 +126,37 @@ def test_a_weight_pass_that_raised_goes_on():
             run.weight(k)
 
     check_in_every_order(tries_twice, STAGES["mlp"], setup=that_raise)
+
+
+class WithBuffers(Run):
+    """Its matrix is computed on a stream aside; what that has saved is unpacked from buffers that the caller has."""
+
+    def forward(self, k):
+        torch.manual_seed(k + 1)
+        self.inputs[k] = torch.randn(ROWS, WIDTH).to(self.device).requires_grad_()
+        self.buffers, side = [], self.stream()
+        with side, saved_tensors_hooks(self.pack, lambda buffer: buffer * 1):
+            matrix = torch.sin(self.stage.w * self.stage.w)
+        self.wait(side)
+        if self.is_late:
+            matrix.record_stream(self.main)
+        self.outputs[k] = [self.inputs[k] @ matrix]
+
+    def pack(self, tensor):
+        self.buffers.append(tensor.detach().clone())
+        return self.buffers[-1]
+
+
+def test_what_an_unpack_hook_reads_is_the_callers_again_after_an_input_pass():
+    def scenario(run):
+        for k in range(2):
+            run.forward(k)
+            run.input(k)
+            if not run.split:
+                run.weight(k)
+            for buffer in run.buffers:
+                buffer.fill_(1e9)
+            if run.split:
+                run.weight(k)
+
+    check_in_every_order(scenario, of(None, w=SQUARE), WithBuffers)
