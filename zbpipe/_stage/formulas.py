@@ -141,22 +141,23 @@ def disagreeing() -> dict[str, str]:
         for node_type, known in (SAVED | {case.blamed: "" for case in WAYS}).items()
         if (names := autograd.names_saved_by(node_type)) is not None and " ".join(names) != known
     }
-    for blamed, how in _tried([*APART, *WAYS]):  # the ways come last, and lead to products
+    numbers = torch.arange(1, 97, dtype=torch.float64, device="cpu").remainder_(7).sub_(3)
+    for blamed, how in _tried([*APART, *WAYS], numbers):  # the ways come last, and lead to products
         if blamed in SAVED or not found.keys() & {"MmBackward0", "BmmBackward0"}:
             found.setdefault(blamed, how)
     return found
 
 
-def _tried(cases: list[Case]) -> list[tuple[str, str]]:
+def _tried(cases: list[Case], numbers: torch.Tensor) -> list[tuple[str, str]]:
     """What is wrong, or raises. One after the other only if that must be found out."""
     try:
-        return list(_differing([graph for case in cases for graph in _graphs(case)]))
+        return list(_differing([graph for case in cases for graph in _graphs(case, numbers)]))
     except Exception as error:
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate" in str(error):
             raise
         if len(cases) == 1:
             return [(cases[0].blamed, f"raises {error!r} where zbpipe's formula is tried")]
-        found = [_tried([case]) for case in cases]
+        found = [_tried([case], numbers) for case in cases]
         if all(found):
             raise  # it is not theirs
         return [each for one in found for each in one]
@@ -169,9 +170,9 @@ class _Graph(NamedTuple):
     output: torch.Tensor
 
 
-def _graphs(case: Case, device: str = "cpu") -> Iterator[_Graph]:
+def _graphs(case: Case, numbers: torch.Tensor) -> Iterator[_Graph]:
     """The case's; none if this torch does not compute it there."""
-    numbers = torch.arange(1, 97, dtype=torch.float32, device=device).remainder_(7).sub_(3).to(case.dtype)
+    numbers = numbers.to(case.dtype)
     with contextlib.suppress(NotImplementedError):
         for choice in case.choices:
             leaves = [numbers[: math.prod(shape)].view(shape).requires_grad_() for shape in case.leaves]
