@@ -4,7 +4,7 @@ import pytest
 from support import trees
 from support.trees import ROOT
 
-pytestmark = [pytest.mark.long, trees.needs_a_compiler]
+pytestmark = trees.needs_a_compiler
 
 KEPT = "csrc/shim/group/kept.cpp"
 CALL = "csrc/shim/weight/weight_call.cpp"
@@ -60,10 +60,18 @@ def tree(tmp_path_factory):
     return tree
 
 
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_fault_has_its_place(name):
+    file, before, _, _ = MUTANTS[name]
+    trees.with_place(ROOT / file, before)
+
+
+@pytest.mark.long
 def test_the_copy_is_right(tree):
     assert passes(tree, "streams")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_planted_fault_is_found(tree, name):
     file, before, after, cases = MUTANTS[name]

@@ -4,7 +4,7 @@ The self-check finds the ones and runs such nodes whole, test_call_function.py f
 import pytest
 from support import trees
 
-pytestmark = [pytest.mark.long, trees.needs_a_compiler]
+pytestmark = trees.needs_a_compiler
 
 PLANTS = {
     "csrc/shim/torch/separable.cpp": (
@@ -44,6 +44,12 @@ def tree(tmp_path_factory):
     return tree
 
 
+@pytest.mark.parametrize("file", PLANTS)
+def test_a_fault_has_its_place(file):
+    trees.with_place(trees.ROOT / file, PLANTS[file][0])
+
+
+@pytest.mark.long
 def test_what_torch_computes_otherwise_is_named_and_runs_whole(tree):
     done = trees.run(tree, "-c", STEPS)
     assert done.returncode == 0, done.stderr
@@ -51,6 +57,7 @@ def test_what_torch_computes_otherwise_is_named_and_runs_whole(tree):
     assert sorted(named) == ["AddmmBackward0", "ConvolutionBackward0", "TransposeBackward0"]
 
 
+@pytest.mark.long
 def test_hooks_in_another_order_are_found(tree):
     options = ("-c", trees.ROOT / "pyproject.toml", "--rootdir", trees.ROOT, "-q", "-p", "no:cacheprovider")
     done = trees.run(tree, "-m", "pytest", *options, "passes/test_call_function.py")

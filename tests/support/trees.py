@@ -26,9 +26,15 @@ def copy(tree):
 
 def plant(file, before, after):
     """The text that the file had."""
+    text = with_place(file, before)
+    file.write_text(text.replace(before, after))
+    return text
+
+
+def with_place(file, before):
+    """The text of a file in which a fault can be planted."""
     text = file.read_text()
     assert text.count(before) == 1, f"{file.name} has changed: plant the fault anew"
-    file.write_text(text.replace(before, after))
     return text
 
 

@@ -117,18 +117,21 @@ class Report:
 
 def _held_by(leaks: list[Leak], places_of: dict[int, tuple[int, ...]]) -> list[str]:
     """What each holder has, the most bytes first; numbered as in the table."""
-    groups = [(mark, places, [leaks[at] for at in places]) for mark, places in by_holder(leaks, places_of).values()]
-    groups.sort(key=lambda group: -sum(leak.bytes for leak in group[2]))
+    groups = [
+        (mark, places, sum(leaks[place].bytes for place in places))
+        for mark, places in by_holder(leaks, places_of).values()
+    ]
+    groups.sort(key=lambda group: -group[2])
     lines = []
-    for mark, places, those in groups[:SHOWN_GROUPS]:
+    for mark, places, size in groups[:SHOWN_GROUPS]:
+        those = [leaks[place] for place in places]
         more = sum(leak.chains_more for leak in those)
         also = f", and {more} more reference{'s' * (more > 1)}" if more else ""
-        size = sum(leak.bytes for leak in those)
         lines.append(f"  {size} bytes, {numbered([place + 1 for place in places])}{also}")
         lines += [f"    {line}" for line in held_lines(those, mark)]
     if others := groups[SHOWN_GROUPS:]:
-        left = [leak for _, _, those in others for leak in those]
-        lines.append(f"  {sum(leak.bytes for leak in left)} bytes in {len(left)} more, held by {len(others)} others")
+        count, size = sum(len(places) for _, places, _ in others), sum(size for _, _, size in others)
+        lines.append(f"  {size} bytes in {count} more, held by {len(others)} others")
     return lines
 
 

@@ -193,9 +193,10 @@ class Send(Transfer):
     def answer_afterwards(self, question: str) -> Any:
         """As a work answers that is done and has no result."""
         error = self.error
-        answers = dict[str, Any](is_completed=True, is_success=error is None, exception=error, result=[])
-        if question in answers or question in ("synchronize", "block_current_stream"):
-            return answers.get(question)
+        answers: dict[str, Any] = {"synchronize": None, "block_current_stream": None}
+        answers |= {"is_completed": True, "is_success": error is None, "exception": error, "result": []}
+        if question in answers:
+            return answers[question]
         if question == "get_future":
             future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
             if error is None:
