@@ -95,6 +95,10 @@ import zbpipe
 def loss(output, target):
     return (output - target).pow(2).sum()
 
+class Net(torch.nn.Linear):
+    def forward(self, x, schedule):  # a name of the command's own
+        return super().forward(x)
+
 class Run:
     def __init__(self):
         self.losses = []
@@ -104,7 +108,7 @@ class Run:
             losses = []
             if leak:
                 self.losses.append(losses)
-            schedule.step(torch.ones(8, 4), target=torch.ones(8, 4), losses=losses)
+            schedule.step(torch.ones(8, 4), target=torch.ones(8, 4), losses=losses, schedule=torch.ones(8))
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -112,7 +116,7 @@ class Run:
 def main():
     dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 1), rank=0, world_size=1)
     try:
-        nets = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]
+        nets = [Net(4, 4), Net(4, 4)]
         stages = [PipelineStage(net, i, 2, torch.device("cpu")) for i, net in enumerate(nets)]
         schedule = ScheduleZBVZeroBubble(stages, 8, loss_fn=loss, scale_grads=False)
         optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]

@@ -64,20 +64,20 @@ def cross_entropy(out, target):
 class Model:
     """Two stages, a loss, and what is given by keyword: a function of `extra`, made anew for each step."""
 
-    def __init__(self, borrows=False, loss=cross_entropy, keyword=None):
+    def __init__(self, borrows=False, loss=cross_entropy, keyword=None, named="extra"):
         torch.manual_seed(1)
         first = First()
         self.extra = nn.Parameter(torch.randn(BATCH, WIDTH, dtype=torch.float64))
         self.parts = [first.double(), Second(first if borrows else None).double()]
         self.loss = loss().double() if isinstance(loss, type) else loss
-        self.keyword = keyword
+        self.keyword, self.named = keyword, named
 
     def leaves(self):
         modules = [*self.parts, *([self.loss] if isinstance(self.loss, nn.Module) else [])]
         return {**pipelines.named(dict(enumerate(modules))), "extra": self.extra}
 
     def keywords(self):
-        return {} if self.keyword is None else {"extra": self.keyword(self.extra)}
+        return {} if self.keyword is None else {self.named: self.keyword(self.extra)}
 
     def grads(self):
         return {name: leaf.grad for name, leaf in self.leaves().items()}
@@ -106,6 +106,7 @@ MODELS = {
     "a borrowed weight": {"borrows": True},
     "a parameter by keyword": {"keyword": lambda extra: extra},
     "by keyword, computed from a parameter": {"keyword": lambda extra: extra.t().reshape(BATCH, WIDTH)},
+    "by a keyword that zbpipe uses": {"keyword": lambda extra: extra, "named": "original"},
     "all of them": {"loss": Prototypes, "borrows": True, "keyword": lambda extra: extra},
 }
 

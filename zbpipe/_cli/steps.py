@@ -91,7 +91,7 @@ class Steps:
 
     def _and_tell(self, step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)
-        def step_and_tell(schedule: Any, *args: Any, **kwargs: Any) -> Any:
+        def step_and_tell(schedule: Any, /, *args: Any, **kwargs: Any) -> Any:
             result = step(schedule, *args, **kwargs)
             if has_backward(schedule):  # eval() calls step() too
                 self._end(SCHEDULE, schedule)

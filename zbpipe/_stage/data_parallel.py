@@ -43,13 +43,13 @@ def forget() -> None:
     _unknown.clear()
 
 
-def compute_outputs(original: _Function, self: Any, *args: Any, module: Any, **kwargs: Any) -> Any:
+def compute_outputs(original: _Function, self: Any, /, *args: Any, module: Any, **kwargs: Any) -> Any:
     _refuse_what_is_unknown(self)
     with ddp.accumulating(module):
         return original(self, *args, module=module, **kwargs)
 
 
-def forward_maybe_with_nosync(original: _Function, self: Any, *args: Any, **kwargs: Any) -> Any:
+def forward_maybe_with_nosync(original: _Function, self: Any, /, *args: Any, **kwargs: Any) -> Any:
     _refuse_what_is_unknown(self)
     with ddp.accumulating(self.submod):
         return original(self, *args, **kwargs)
