@@ -224,6 +224,7 @@ def stage_backward(
     Source:
         ``torch.distributed.pipelining._backward.stage_backward``; edges in place of outputs: pytorch/pytorch 128910.
     """
+    received = handover.take_stages_pass()
     inputs = list(_listed("input_values", input_values))
     backward = _backward_into_main_grad if get_policy().main_grad else torch.autograd.backward
     try:
@@ -242,7 +243,8 @@ def stage_backward(
         raise _failed("stage backward", stage_output, output_grads, inputs) from (
             error.__cause__ if isinstance(error, BackwardError) else error
         )
-    return tuple(_take_grad(value) for value in inputs)
+    taken = inputs[:received]  # all of them, but in a stage's own pass
+    return (*map(_take_grad, taken), *(None for _ in inputs[len(taken) :]))
 
 
 def _backward_into_main_grad(roots: Sequence[Any], root_grads: Sequence[torch.Tensor | None]) -> None:

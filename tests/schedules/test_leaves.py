@@ -11,6 +11,7 @@ from support.blocks import ZERO_BUBBLE
 from support.functions import Asks
 from support.pipelines import Pipeline
 from torch import nn
+from torch.distributed.pipelining.microbatch import _Replicate
 
 import zbpipe
 
@@ -64,13 +65,13 @@ def cross_entropy(out, target):
 class Model:
     """Two stages, a loss, and what is given by keyword: a function of `extra`, made anew for each step."""
 
-    def __init__(self, borrows=False, loss=cross_entropy, keyword=None, named="extra"):
+    def __init__(self, borrows=False, loss=cross_entropy, keyword=None, named="extra", is_whole=False):
         torch.manual_seed(1)
         first = First()
-        self.extra = nn.Parameter(torch.randn(BATCH, WIDTH, dtype=torch.float64))
+        self.extra = nn.Parameter(torch.randn(*[BATCH] * (not is_whole), WIDTH, dtype=torch.float64))
         self.parts = [first.double(), Second(first if borrows else None).double()]
         self.loss = loss().double() if isinstance(loss, type) else loss
-        self.keyword, self.named = keyword, named
+        self.keyword, self.named, self.is_whole = keyword, named, is_whole
 
     def leaves(self):
         modules = [*self.parts, *([self.loss] if isinstance(self.loss, nn.Module) else [])]
@@ -86,11 +87,12 @@ class Model:
         """Ordinary backwards of the whole model."""
         given = self.keywords()
         for i, (value, goal) in enumerate(zip(words.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True)):
-            chunk = {name: tensor.chunk(MICROBATCHES)[i] for name, tensor in given.items()}
+            chunk = {k: t if self.is_whole else t.chunk(MICROBATCHES)[i] for k, t in given.items()}
             self.loss(self.parts[1](self.parts[0](value), **chunk), goal).backward()
 
     def pipeline(self, name, scale_grads=False):
-        return Pipeline(name, self.parts).start(self.loss, MICROBATCHES, scale_grads)
+        spec = {"kwargs_chunk_spec": {self.named: _Replicate()}} if self.is_whole else {}
+        return Pipeline(name, self.parts).start(self.loss, MICROBATCHES, scale_grads, **spec)
 
     def step(self, name, words, target, **options):
         self.pipeline(name, **options).step(words, target, **self.keywords())
@@ -106,6 +108,7 @@ MODELS = {
     "a borrowed weight": {"borrows": True},
     "a parameter by keyword": {"keyword": lambda extra: extra},
     "by keyword, computed from a parameter": {"keyword": lambda extra: extra.t().reshape(BATCH, WIDTH)},
+    "a parameter by keyword, whole": {"keyword": lambda extra: extra, "is_whole": True},
     "by a keyword that zbpipe uses": {"keyword": lambda extra: extra, "named": "original"},
     "all of them": {"loss": Prototypes, "borrows": True, "keyword": lambda extra: extra},
 }

@@ -24,7 +24,7 @@ def backward_one_chunk(
         losses.require_tensor(loss, f"for microbatch {bwd_chunk_id} of stage {self.stage_index}")
     is_split = not (full_backward or self.is_first or self.dw_builder)
     with (
-        handover.stages_pass(_received(self, bwd_chunk_id)) if is_split else contextlib.nullcontext(),
+        handover.stages_pass(_received(self, bwd_chunk_id)),
         losses.beginning(self, bwd_chunk_id, loss, full_backward)
         if begins and not self.is_first
         else contextlib.nullcontext(),

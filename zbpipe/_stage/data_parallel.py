@@ -12,7 +12,7 @@ these methods of its stages are wrapped:
 - ``backward_maybe_with_nosync``. Before the last W, DDP looks for unused weights behind the outputs. They have no
   history then, but the groups know the used weights. fsdp.py says what fully_shard needs.
 - ``backward_weight_one_chunk``. It refuses modules that cannot be split in stage 0, too, whose W is a whole backward.
-  In the other stages it tells W that the pass is a stage's own.
+  It tells W that the pass is a stage's own.
 
 ddp.py and fsdp.py have the two kinds.
 """
@@ -80,8 +80,7 @@ def backward_maybe_with_nosync(
 def backward_weight_one_chunk(original: _Function, self: Any, *args: Any, **kwargs: Any) -> Any:
     if self.is_first and self.dw_builder is None:
         _refuse_what_cannot_be_split(self)
-    is_own = not self.is_first and self.dw_builder is None
-    with handover.stages_pass() if is_own else contextlib.nullcontext():
+    with handover.stages_pass() if self.dw_builder is None else contextlib.nullcontext():
         return original(self, *args, **kwargs)
 
 

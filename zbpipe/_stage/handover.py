@@ -56,11 +56,11 @@ def take_outputs() -> list[torch.Tensor]:
 
 
 def stages_pass(received: int = 0) -> contextlib.AbstractContextManager[None]:
-    """A context whose first I or W is a stage's own.
+    """A context whose first pass is a stage's own.
 
     That pass serves all leaves of the graph, as an ordinary backward does. Some are not the stage's module's: those of
-    a loss with weights, or of another stage. The first ``received`` of I's input values are the stage's inputs. The
-    others are keyword arguments: nobody sends their gradients, so I goes through to the leaves behind them.
+    a loss with weights, or of another stage. The first ``received`` input values are the stage's inputs. The others are
+    the user's: nobody sends their gradients, so I goes through to the leaves behind them, whose ``.grad`` stays.
     """
     return _set(_received, received)
 
