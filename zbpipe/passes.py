@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zbpipe import _C
 from zbpipe._formatting import argument, described
@@ -252,9 +252,17 @@ def _backward_into_main_grad(roots: Sequence[Any], root_grads: Sequence[torch.Te
     scale.check_main_grad()
     policy = get_policy()
     with inner.backwards(policy):
-        _, groups = input_pass(tuple(roots), tuple(root_grads), (), None, policy)
+        ends = list(map(_edge, roots, root_grads))
+        _, groups = input_pass(tuple(edge for edge, _ in ends), tuple(grad for _, grad in ends), (), None, policy)
         with fsdp.around_own(groups):
             _C.weight_pass(tuple(groups), False, policy)
+
+
+def _edge(root: Any, grad: torch.Tensor | None) -> tuple[Any, torch.Tensor | None]:
+    """A root as I takes it without detaching it, which would hide a second backward. What I refuses stays a tensor."""
+    if grad is None and root.numel() == 1 and root.is_floating_point():
+        grad = torch.ones_like(root)
+    return root if grad is None or isinstance(root, GradientEdge) else get_gradient_edge(root), grad
 
 
 class _EdgeWithoutGradient(AssertionError):

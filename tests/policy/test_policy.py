@@ -392,6 +392,23 @@ def test_main_grad_takes_the_sums(dtype, how):
     assert calls == ([(None, True)] * 20 if how == "hooked" else [])
 
 
+@pytest.mark.parametrize(
+    "outputs",
+    [lambda y: (y, torch.ones_like(y)), lambda y: (y.sum().view(1), None), lambda y: (y.unbind(), [*y.detach()])],
+    ids=["output", "loss", "outputs of one node"],
+)
+def test_a_second_whole_backward_into_main_grad_is_refused(outputs):
+    """As torch.autograd.backward does: a schedule keeps the losses of a step that failed."""
+    m, x = block(), fresh(T, D)
+    megatron(m, f64)
+    output, grads = outputs(m(x))
+    with zb.policy(main_grad=True):
+        zb.stage_backward(output, grads, [x])
+        with pytest.raises(RuntimeError) as error:
+            zb.stage_backward(output, grads, [x])
+    assert "backward through the graph a second time" in str(error.value.__cause__)
+
+
 def test_weights_without_main_grad_keep_their_grad():
     m = block()
     m.a.weight.main_grad = torch.zeros(m.a.weight.shape)
