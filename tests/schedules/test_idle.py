@@ -63,9 +63,10 @@ def reentrant(module, x):
     return checkpoint(lambda x: nn.functional.linear(x, module.weights[0]).tanh(), x, use_reentrant=True)
 
 
-def with_main_grads(module):
+def with_main_grads(module, is_inference=False):
     for weight in module.parameters():
-        weight.main_grad = torch.zeros_like(weight)
+        with torch.inference_mode(is_inference):
+            weight.main_grad = torch.zeros_like(weight)
     return module
 
 
@@ -111,6 +112,7 @@ SAID = {
 }
 SILENT = {
     "a product": (linear, {}),
+    "main_grad of inference mode, which has no version": (lambda: with_main_grads(linear(), is_inference=True), {}),
     "a node that runs again": (lambda: Of(lambda m, x: torch.addmm(x, x, m.weights[0], alpha=2)), {}),
     "work handed over": (lambda: Of(through(functions.Handing)), {}),
     "a fifth": (lambda: Of(through(Product), 4, linear=linear()), {}),

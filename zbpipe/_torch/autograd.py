@@ -86,8 +86,8 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often the tensor's memory was changed in place. Raises RuntimeError for inference tensors."""
-    return tensor._version
+    """How often the tensor's memory was changed in place; -1 of an inference tensor, which does not count."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
