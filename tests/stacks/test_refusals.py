@@ -117,20 +117,33 @@ def test_unused_weights_that_ddp_was_not_told_of_are_refused(wrap):
         assert not any(group.spent for group in groups)
 
 
-@pytest.mark.parametrize("ignored", [False, True])
-def test_main_grad_in_ddp_is_refused(ignored):
-    part = nn.Linear(2, 2)
+def sharded(part):
+    return fully_shard(part, mesh=init_device_mesh("cpu", (1,)))
+
+
+@pytest.mark.parametrize(
+    ("wrap", "by", "ignored"),
+    [
+        (DistributedDataParallel, "DistributedDataParallel", False),
+        (DistributedDataParallel, "DistributedDataParallel", True),
+        (sharded, "fully_shard", False),
+    ],
+)
+def test_main_grad_in_data_parallel_stages_is_refused(wrap, by, ignored):
+    module = wrap(part := nn.Linear(2, 2))
+    main_grad = torch.zeros(2, 2)
     if not ignored:
-        part.weight.main_grad = torch.zeros(2, 2)
+        part.weight.main_grad = main_grad
     with zbpipe.patch(), zbpipe.policy(main_grad=True):
-        input_pass, weight_pass = passes(DistributedDataParallel(part))
+        input_pass, weight_pass = passes(module)
         if ignored:  # no weight has one
             weight_pass(input_pass())
             assert part.weight.grad is not None
             return
-        with pytest.raises(RuntimeError, match=r"adds to the main_grad of module.weight of stage 1, .*use one"):
+        words = rf"adds to the main_grad of (module\.)?weight of stage 1, and {by} reduces .*policy\(main_grad=False\)"
+        with pytest.raises(RuntimeError, match=words):
             input_pass()
-    assert part.weight.main_grad.eq(0).all()
+    assert main_grad.eq(0).all()
 
 
 def test_shards_among_the_weights_are_refused():
@@ -194,10 +207,6 @@ def lose(what, monkeypatch):
             monkeypatch.delattr(owner, attribute, raising=False)
         else:
             monkeypatch.setattr(owner, attribute, instead, raising=False)
-
-
-def sharded(part):
-    return fully_shard(part, mesh=init_device_mesh("cpu", (1,)))
 
 
 @pytest.mark.parametrize(

@@ -65,13 +65,15 @@ def backward_maybe_with_nosync(
             self, bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"]
         )
     if is_ddp(self.submod):
-        ddp.refuse_main_grad(self)
+        ddp.refuse_main_grad(self, "DistributedDataParallel")
         if backward_type != "input":
             with ddp.contributing(self, backward_type, bwd_kwargs, last_backward) as (bwd_kwargs, last_backward):
                 return original(self, backward_type, bwd_kwargs, last_backward=last_backward)
         with ddp.adding_nothing(self):
             return original(self, backward_type, bwd_kwargs, last_backward=last_backward)
-    if backward_type == "full" or not is_sharded(self.submod):
+    if shards := is_sharded(self.submod):
+        ddp.refuse_main_grad(self, "fully_shard")
+    if backward_type == "full" or not shards:
         return original(self, backward_type, bwd_kwargs, last_backward=last_backward)
     with fsdp.around(self.submod, backward_type, bwd_kwargs.get("param_groups", ())):
         return original(self, backward_type, bwd_kwargs, last_backward=last_backward)

@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.parallel import DistributedDataParallel
 
 from zbpipe._policy import get_policy
-from zbpipe._torch import ddp
+from zbpipe._torch import ddp, fsdp
 from zbpipe._torch.autograd import leaves_behind, version_of
 
 
@@ -91,14 +91,17 @@ def _refuse_unused(stage: Any, param_groups: Iterable[Any]) -> None:
         )
 
 
-def refuse_main_grad(stage: Any) -> None:
-    """Raises RuntimeError where W would add to ``main_grad``, which DDP does not reduce."""
+def refuse_main_grad(stage: Any, reducer: str) -> None:
+    """Raises RuntimeError where the policy has gradients in ``main_grad``, which DDP or fully_shard does not reduce."""
     if get_policy().main_grad:
-        names = [name for name, w in stage.submod.named_parameters() if getattr(w, "main_grad", None) is not None]
+        shards = {whole: shard for shard, whole in fsdp.gathered().items()}  # the module may have either now
+        named = [(name, shards.get(w, w)) for name, w in stage.submod.named_parameters()]
+        names = [name for name, weight in named if getattr(weight, "main_grad", None) is not None]
         if names:
             raise RuntimeError(
                 f"policy(main_grad=True) adds to the main_grad of {_enumeration(names)} of stage {stage.stage_index}, "
-                "and DistributedDataParallel reduces .grad alone; use one of the two"
+                f"and {reducer} reduces .grad alone; use one of the two: policy(main_grad=False), or data parallelism "
+                "that owns main_grad, as Megatron's does"
             )
 
 
