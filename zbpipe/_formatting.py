@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +14,16 @@ _WORDS_AND_NUMBERS = (str, int, float, bool, type(None))
 def argument(value: object) -> str:
     """A wrong argument, for an error: a str or a number as it is, all else by its type, since a repr may be long."""
     return repr(value) if type(value) in _WORDS_AND_NUMBERS else f"a {type(value).__name__}"
+
+
+def refuse_what_runs_later(function: Any) -> None:
+    """Raises TypeError for a function to decorate whose body runs after its call has returned."""
+    later = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    if any(runs_later(function) for runs_later in later):
+        raise TypeError(
+            f"{getattr(function, '__qualname__', function)} runs after its call has returned (a coroutine or generator "
+            "function); write a with block inside it"
+        )
 
 
 def described(tensor: Any) -> str:

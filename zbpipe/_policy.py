@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
 
-from zbpipe._formatting import argument
+from zbpipe._formatting import argument, refuse_what_runs_later
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -197,7 +197,8 @@ def policy(**choices: Unpack[Choices]) -> _Block:
         A context manager and decorator, for any number of blocks and calls. ``with`` gives the policy of the block.
 
     Raises:
-        TypeError, ValueError: there is no such choice, or no such value of it.
+        TypeError, ValueError: there is no such choice, or no such value of it. Or a coroutine or generator function was
+            decorated, which would run after the block.
 
     Example::
 
@@ -217,6 +218,7 @@ class _Block(contextlib.ContextDecorator):
 
     def __call__(self, function: Any) -> Any:
         self._is_used = True
+        refuse_what_runs_later(function)
         return super().__call__(function)
 
     def __del__(self) -> None:

@@ -210,6 +210,20 @@ def test_what_one_call_of_policy_returns_serves_many_blocks():
     assert zb.get_policy() == zb.Policy()
 
 
+async def coroutine():
+    return zb.get_policy()
+
+
+def generator():
+    yield zb.get_policy()
+
+
+@pytest.mark.parametrize("function", [coroutine, generator])
+def test_a_function_that_runs_after_its_call_is_refused(function):
+    with pytest.raises(TypeError, match=f"{function.__name__} runs after its call has returned"):
+        zb.policy(defer="all")(function)
+
+
 def test_process_default_holds_in_every_thread_and_a_block_in_its_own():
     seen = {}
 

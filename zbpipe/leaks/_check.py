@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar, overload
 
 from zbpipe import _C
+from zbpipe._formatting import refuse_what_runs_later
 from zbpipe._torch import allocator
 from zbpipe.leaks import _allow
 from zbpipe.leaks._collector import Collections, collector
@@ -22,7 +23,6 @@ from zbpipe.leaks._search import Scope, identities, natives_now, others_of, sear
 
 F = TypeVar("F", bound=Callable[..., Any])
 Action = Literal["warn", "error", "record"]
-_RUN_LATER = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 
 
 class _OfReport(Exception):
@@ -73,11 +73,7 @@ class Check:
                 f"check_tensor_leak was given a {type(function).__name__} to check; expected a function, or pass what "
                 "may live on as allow=..."
             )
-        if any(runs_later(function) for runs_later in _RUN_LATER):
-            raise TypeError(
-                f"{getattr(function, '__qualname__', function)} runs after its call has returned (a coroutine or "
-                "generator function); check what it does with a with block inside it"
-            )
+        refuse_what_runs_later(function)
         arguments = (self._action, self._allow, self._trace)
         code = getattr(inspect.unwrap(function), "__code__", None)
 
