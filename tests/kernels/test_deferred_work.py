@@ -587,6 +587,7 @@ REFUSED = {
         "weights names True; expected a weight's position",
     ),
     "empty": (lambda x, w, g: zbpipe.defer(print, ()), ValueError, "weights is empty"),
+    "twice": (lambda x, w, g: zbpipe.defer(print, (1, 1)), ValueError, r"names a position twice: \(1, 1\); expected"),
     "position": (lambda x, w, g: zbpipe.defer(print, 4), ValueError, "weights names argument 4 of the forward of Asks"),
     "negative": (lambda x, w, g: zbpipe.defer(print, (1, -1)), ValueError, r"weights names argument -1 of"),
     "huge": (lambda x, w, g: zbpipe.defer(print, 1 << 80), ValueError, "weights names argument 9223372036854775807 of"),

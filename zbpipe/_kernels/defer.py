@@ -98,7 +98,10 @@ def _positions(weights: tuple[SupportsIndex, ...]) -> tuple[int, ...]:
                 f"weights names {argument(weight)}; expected a weight's position among the arguments of forward, as in "
                 "ctx.needs_input_grad, a tuple of positions, or None"
             )
-    return tuple(map(operator.index, weights))
+    positions = tuple(map(operator.index, weights))
+    if len(set(positions)) < len(positions):
+        raise ValueError(f"weights names a position twice: {positions}; expected one gradient per weight")
+    return positions
 
 
 def _check_containers(saved: tuple[Any, ...]) -> None:
