@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from support.compiled import check_compiled, mlp, not_split, run_input
+from support.compiled import Watch, check_compiled, mlp, not_split, run_input
 from support.functions import Product
 from support.oracle import Stage, random_input, weight
 from torch import nn
@@ -90,6 +90,21 @@ def test_halves_that_do_not_compile(caplog, monkeypatch):
     monkeypatch.setattr(compile_backend, "_kept_values", fail)
     check_compiled(mlp(), random_input(4, 8))
     assert the_reason(caplog) == "its halves do not compile (NotImplementedError: no such kernel)"
+
+
+def test_ctrl_c_while_halves_compile_leaves_the_next_input_pass_to_compile_them(monkeypatch):
+    def interrupt(*args):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compile_backend, "_kept_values", interrupt)
+    net, x = mlp(), torch.randn(4, 8, requires_grad=True)
+    compiled = zbpipe.compile(net, backend="aot_eager")
+    with Watch() as seen:
+        with pytest.raises(KeyboardInterrupt):
+            run_input(net, x, compiled)
+        zbpipe.stage_backward_weight(net.parameters(), run_input(net, x, compiled))
+    assert (seen.calls, seen.not_split) == (1, [])
 
 
 def test_halves_that_hold_for_fewer_sizes_than_the_whole(caplog, monkeypatch):

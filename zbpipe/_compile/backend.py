@@ -164,18 +164,20 @@ class _Backward:
 
     def _halves(self) -> _Pieces | None:
         """The halves for the gradients that may wait in the running I; None if the graph cannot be split so."""
+        key = None
         with self._lock:
             try:
                 self._check_results()
                 key = self._deferrable()
                 if key not in self._pieces:
-                    self._pieces[key] = None
                     self._pieces[key] = self._compile_halves(*key)
                 return self._pieces[key]
             except CannotSplitError as error:
                 self._log(str(error))
             except Exception as error:  # a compiler may fail on a half, and not on the whole
                 self._log(f"its halves do not compile ({type(error).__name__}: {error})")
+            if key is not None:  # not after Ctrl-C, which says nothing of the graph
+                self._pieces[key] = None
             return None
 
     def _check_results(self) -> None:
