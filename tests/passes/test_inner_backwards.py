@@ -179,6 +179,19 @@ def test_after_an_inner_backward_that_raises_nothing_is_left(size, words):
     assert w.grad.eq(7).all() and not w.main_grad.any() and torch.autograd._engine_run_backward is run_backward
 
 
+def test_a_functions_attribute_is_no_leaf():
+    class Keeping(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.variable = torch.ones(3)
+            return x * 2
+
+    x = torch.ones(3, requires_grad=True)
+    out = Keeping.apply(x)
+    (leaf,) = autograd.leaves_behind([out])
+    assert leaf is x
+
+
 def test_what_inner_backwards_go_through_is_let_go_of_as_often_as_it_is_taken():
     def through(run, outputs):
         return run()

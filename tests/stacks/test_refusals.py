@@ -3,6 +3,7 @@
 import functools
 import importlib
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import zbpipe
+from zbpipe._stage import fsdp  # where torch fails as in no user's code
+from zbpipe._torch.ddp import replicate_state  # the same
+from zbpipe._torch.fsdp import freed_groups, states_in  # the same
 
 pytestmark = [pytest.mark.drops_groups, pytest.mark.usefixtures("alone")]
 
@@ -144,6 +148,30 @@ def test_main_grad_in_data_parallel_stages_is_refused(wrap, by, ignored):
         with pytest.raises(RuntimeError, match=words):
             input_pass()
     assert main_grad.eq(0).all()
+
+
+def fails():
+    raise ZeroDivisionError
+
+
+def test_a_gather_that_fails_before_a_weight_pass_leaves_no_other_gathered():
+    module = sharded(nn.Sequential(sharded(nn.Linear(2, 2)), sharded(nn.Linear(2, 2))))
+    module(torch.ones(2, 2)).sum().backward()
+    groups = freed_groups(states_in(module))
+    groups[1].unshard = fails
+    with pytest.raises(ZeroDivisionError), fsdp.around(module, "weight", [SimpleNamespace(_reads_weights=True)]):
+        pass
+    assert len(groups) == 2 and freed_groups(states_in(module)) == groups
+
+
+def test_a_replicate_that_cannot_begin_expects_a_backward_as_before():
+    module = replicate(nn.Linear(2, 2))
+    state = replicate_state(module)
+    state.lazy_init = fails
+    stage = PipelineStage(module, 1, 2, torch.device("cpu"))
+    with zbpipe.patch(), pytest.raises(ZeroDivisionError):
+        stage.forward_maybe_with_nosync(torch.ones(2, 2))
+    assert not state._no_sync
 
 
 def test_shards_among_the_weights_are_refused():

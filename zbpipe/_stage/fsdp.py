@@ -43,10 +43,10 @@ def _around_weight_pass(modules: list[list[Any]], param_groups: Iterable[Any]) -
     """``modules``: the states of each. Weights that were gathered before are gathered again, if W's nodes read them."""
     reads_weights = bool(modules) and any(getattr(group, "_reads_weights", False) for group in param_groups)
     freed = [group for states in modules if reads_weights for group in fsdp.freed_groups(states)]
-    for group in freed:
-        group.unshard()
-        group.wait_for_unshard()
     try:
+        for group in freed:
+            group.unshard()
+            group.wait_for_unshard()
         yield
     finally:
         for group in freed:

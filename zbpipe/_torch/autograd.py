@@ -136,8 +136,8 @@ def has_memory_of_any(tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> b
 def leaves_behind(outputs: Iterable[torch.Tensor | GradientEdge]) -> Iterator[torch.Tensor]:
     """The leaves that the graph leads to from these outputs."""
     ends = [(o if isinstance(o, GradientEdge) else get_gradient_edge(o)).node for o in outputs]
-    leaves = (getattr(node, "variable", None) for node in nodes_behind(ends))
-    return (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    accumulator: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+    return (node.variable for node in nodes_behind(ends) if isinstance(node, accumulator))
 
 
 def nodes_behind(ends: Iterable[Node]) -> Iterator[Node]:

@@ -49,9 +49,9 @@ def driver(module: Any) -> Any:
 def without_sync(state: Any) -> Iterator[Any]:
     """A context in which a forward of replicate's module makes DDP expect no backward; it yields the DDP."""
     before, state._no_sync = state._no_sync, True
-    if state._init_args:
-        state.lazy_init()  # as its forward hook would
     try:
+        if state._init_args:
+            state.lazy_init()  # as its forward hook would
         yield state._ddp
     finally:
         state._no_sync = before
