@@ -15,6 +15,7 @@ if torch.__version__ < (2, 12):
     __import__("sitecustomize")
 
 import zbpipe
+from zbpipe._torch import probe  # what it has found is a process's, and a test has its own
 
 HERE = Path(__file__).parent
 # Whole programs, in three quarters of all tests' time: what is installed, commands, the docs' own code, random programs,
@@ -96,6 +97,12 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def _same_numbers_every_run():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _torch_is_probed_anew():
+    """A test may change what torch has, as no program does."""
+    probe.refusal.cache_clear()
 
 
 @pytest.fixture

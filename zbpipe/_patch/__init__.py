@@ -24,7 +24,7 @@ import torch
 from zbpipe._formatting import argument
 from zbpipe._patch import env, places, table
 from zbpipe._policy import get_policy
-from zbpipe._stage import data_parallel, scale, state
+from zbpipe._stage import state
 from zbpipe._stage.before_2_15 import methods
 from zbpipe._torch import needs, pipelining, probe
 
@@ -179,12 +179,6 @@ def _rebind(release_outputs: bool | None) -> None:
     originals, schedules = _originals(), pipelining.schedules_module()
     _refuse_unknown()
     _places[:] = [*table.functions(originals, schedules), *table.wraps(schedules)]
-    data_parallel.look()
-    if refusal := probe.refusal("the scale of main_grad"):
-        scale.refusal = (
-            f"policy(main_grad=True) cannot be used while torch {torch.__version__} is patched: with it {refusal}; "
-            f"{_ADVICE}"
-        )
     state.release_outputs = release_outputs
     for place in _places:
         place.replace()
@@ -207,8 +201,6 @@ def _restore() -> None:
         )
     _places.clear()
     state.in_force = False
-    scale.refusal = None
-    data_parallel.forget()
     methods.restore()
     logger.info("unpatched torch at %d places", len(restored))
     logger.debug("unpatched %s", ", ".join(map(str, restored)))

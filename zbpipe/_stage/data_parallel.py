@@ -31,16 +31,6 @@ from zbpipe._torch.fsdp import is_sharded
 
 _Function = Callable[..., Any]
 _checked: weakref.WeakSet[Any] = weakref.WeakSet()  # stages whose modules _refuse_what_cannot_be_split() looked through
-_unknown: dict[str, str] = {}  # why stages of a kind are refused with this torch, by need
-
-
-def look() -> None:
-    """Asks the probe which kinds of data parallel stages can be driven with this torch."""
-    _unknown.update({need: refusal for need in KINDS if (refusal := probe.refusal(need)) is not None})
-
-
-def forget() -> None:
-    _unknown.clear()
 
 
 def compute_outputs(original: _Function, self: Any, /, *args: Any, module: Any, **kwargs: Any) -> Any:
@@ -88,8 +78,8 @@ def backward_weight_one_chunk(original: _Function, self: Any, *args: Any, **kwar
 
 def _refuse_what_is_unknown(stage: Any) -> None:
     """Refuses, in the first forward, a data parallel stage that this torch drives otherwise. Raises RuntimeError."""
-    for need, refusal in _unknown.items():
-        if KINDS[need](stage.submod):
+    for need, is_kind in KINDS.items():
+        if (refusal := probe.refusal(need)) and is_kind(stage.submod):
             raise RuntimeError(
                 f"stage {stage.stage_index}'s module is a {type(stage.submod).__name__}, and with torch "
                 f"{torch.__version__} {refusal}; use a torch that zbpipe knows, a newer zbpipe, or zbpipe.unpatch()."

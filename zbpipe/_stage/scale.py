@@ -3,16 +3,20 @@
 from collections.abc import Callable
 from typing import Any
 
-from zbpipe._policy import get_policy
+import torch
 
-# Why W may not add to main_grad while torch is patched; None where it may.
-refusal: str | None = None
+from zbpipe._policy import get_policy
+from zbpipe._stage import state
+from zbpipe._torch import probe
 
 
 def check_main_grad() -> None:
     """Raises RuntimeError where the patched torch would not scale main_grad."""
-    if refusal is not None:
-        raise RuntimeError(refusal)
+    if state.in_force and (refusal := probe.refusal("the scale of main_grad")):
+        raise RuntimeError(
+            f"policy(main_grad=True) cannot be used while torch {torch.__version__} is patched: with it {refusal}; use "
+            "a torch that zbpipe knows, or a newer zbpipe."
+        )
 
 
 def scale_grads(original: Callable[..., Any], self: Any, grad_scale_factor: int) -> Any:

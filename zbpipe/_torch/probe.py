@@ -63,6 +63,7 @@ def differences(name: str) -> list[str]:
     return [f"{row.name} {row.found}" for row in _rows(_BY_NAME[name]) if not row.ok]
 
 
+@functools.cache  # what torch has does not change within a process
 def refusal(name: str) -> str | None:
     """The consequence and the differences as a sentence, if the need of this name is not met; else None."""
     found = differences(name)
