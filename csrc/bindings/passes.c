@@ -108,7 +108,8 @@ static int claim(weight_call *call, PyObject *tuple)
             PyErr_Format(PyExc_RuntimeError, "param_groups[%zu] %s", i,
                          is_ours ? "is spent: its weight pass has already run; pass "
                                    "retain_graph=True to the first call to run it again"
-                                 : "is already running in another call of stage_backward_weight");
+                                 : "is in another call's hands, of stage_backward_weight or of "
+                                   "memory.held; call again when that has returned");
             return -1;
         }
     }

@@ -576,6 +576,17 @@ def test_results_that_are_no_gradients_are_refused(what, watched):
         m(x).sum().backward()
 
 
+def test_a_gradient_from_work_that_adds_them_itself_is_refused():
+    """As a backward that calls the function at once refuses it."""
+    m = small(lambda m, x: Asks.apply(x, m.a, m.s, lambda *_: zbpipe.defer(lambda: m.a * 1.0, None) or (None, None)))
+    x = fresh()
+    _, groups = input_pass(m, x)
+    for run in (lambda: zbpipe.stage_backward_weight(m.parameters(), groups), lambda: m(x).sum().backward()):
+        with pytest.raises(Exception, match="with weights=None returned a Tensor; expected None"):
+            run()
+    assert m.a.grad is None
+
+
 REFUSED = {
     "function": (lambda x, w, g: zbpipe.defer(3, 1), TypeError, "function is 3; expected a callable"),
     "saved": (lambda x, w, g: zbpipe.defer(print, 1, [x]), TypeError, "saved is a list; expected a tuple"),

@@ -1,12 +1,18 @@
 """Hooks of every kind: called as often, and with the same gradients, as on the CPU; what changes gradients counts."""
 
+import contextvars
+import threading
+
 import pytest
 import torch
 from support import late_runs
-from support.late_runs import Run, check_in_every_order, late_weights, on_another_thread, on_three_streams
+from support.functions import handing_through
+from support.late_runs import ROWS, Run, check_in_every_order, late_weights, on_another_thread, on_three_streams
 from support.late_stages import SQUARE, STAGES, WIDTH, of
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+
+import zbpipe
 
 
 def on_weights(run):
@@ -158,3 +164,73 @@ def test_what_an_unpack_hook_reads_is_the_callers_again_after_an_input_pass():
                 run.weight(k)
 
     check_in_every_order(scenario, of(None, w=SQUARE), WithBuffers)
+
+
+class OneInput(Run):
+    """All microbatches have one input, to whose gradient each adds. The forwards run on a stream aside."""
+
+    x = None
+
+    def forward(self, k):
+        if self.x is None:
+            torch.manual_seed(1)
+            self.x = torch.randn(ROWS, WIDTH).to(self.device).requires_grad_()
+            self.total = torch.zeros(ROWS, WIDTH).to(self.device)
+            self.side = self.stream()
+            if self.takes_away:
+                self.x.register_post_accumulate_grad_hook(self.take)
+        with self.side:
+            self.outputs[k] = [self.stage(self.x)]
+        self.wait(self.side)
+        self.inputs[k] = self.x
+
+    def take(self, x):
+        self.total.add_(x.grad)
+        x.grad = None
+
+
+@pytest.mark.parametrize("takes_away", [False, True], ids=["", "a hook takes each gradient away"])
+def test_gradients_add_up_in_an_inputs_own(takes_away):
+    def scenario(run):
+        for k in range(3):
+            run.forward(k)
+            run.input(k)
+            if not run.split:
+                run.weight(k)
+            run.dinputs.clear()
+            with run.side:  # their memory is somebody else's
+                for _ in range(4 if run.is_late else 0):
+                    torch.full((ROWS, WIDTH), 1e9, device=run.device)
+        for k in range(3 if run.split else 0):
+            run.weight(k)
+        run.wait(run.side)
+        run.dinputs[0] = run.total if takes_away else run.x.grad
+
+    def setup(run):
+        run.takes_away = takes_away
+
+    check_in_every_order(scenario, of(lambda m, x: torch.tanh(x @ m.w), w=SQUARE), OneInput, setup=setup)
+
+
+CALLERS = contextvars.ContextVar("CALLERS")
+
+
+def test_what_a_backward_compiles_on_the_devices_thread_is_configured_by_the_caller():
+    """As torch.autograd has it since torch 2.12: AOTAutograd runs a backward's compilation in that context."""
+    seen = []
+
+    def look(grad):
+        context = torch._C._get_obj_in_tls("context") if torch._C._is_key_in_tls("context") else None
+        is_elsewhere = threading.current_thread() is not threading.main_thread()
+        seen.append((is_elsewhere, None if context is None else context.run(CALLERS.get, None)))
+        return grad
+
+    CALLERS.set("the caller's")
+    w, x = (torch.randn(4, 4).to("late").requires_grad_() for _ in range(2))
+    w.register_hook(look)
+    out = handing_through(torch.sin, look)(x) @ w
+    _, groups = zbpipe.stage_backward_input([out], [torch.ones_like(out)], [x], [w])
+    assert seen == [(True, "the caller's")]
+    zbpipe.stage_backward_weight([w], groups)
+    assert seen == [(True, "the caller's")] * 2
+    assert not torch._C._is_key_in_tls("context") or torch._C._get_obj_in_tls("context") is None

@@ -3,7 +3,19 @@
 import pytest
 import torch
 from support import oracle
-from support.oracle import Stage, case, check, fresh, input_pass, small, watch_weights, weight, wrong_on_torch, zb
+from support.oracle import (
+    Stage,
+    case,
+    check,
+    fresh,
+    input_pass,
+    needs_zbpipe,
+    small,
+    watch_weights,
+    weight,
+    wrong_on_torch,
+    zb,
+)
 from torch import nn
 
 f64 = torch.float64
@@ -300,3 +312,22 @@ def test_hook_registered_between_product_and_weight_between_the_passes(how, plai
             t.grad_fn.register_hook(lambda grads, _: seen.append(grads[0].shape))
         zb.stage_backward_weight(m.parameters(), groups)
         assert seen == [(5, 4) if how == "posthook" else (4, 5)] * (k + 1)
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("kind", ["pre", "post"])
+def test_a_nodes_metadata_is_there_in_its_hooks(kind):
+    """As where a tracing tool put it, and what a hook adds stays."""
+    m, x = Stage(lambda m, x: x @ m.a, a=(4, 4)), fresh()
+    out, seen = m(x), []
+    node = out.grad_fn
+    node.metadata["microbatch"] = 0
+
+    def look(*_):
+        seen.append(dict(node.metadata))
+        node.metadata["seen"] = True
+
+    (node.register_prehook if kind == "pre" else node.register_hook)(look)
+    _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], m.parameters())
+    assert seen == [{"microbatch": 0}] and node.metadata == {"microbatch": 0, "seen": True}
+    zb.stage_backward_weight(m.parameters(), groups)

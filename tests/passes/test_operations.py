@@ -184,3 +184,11 @@ def test_the_values_of_a_convolutions_weight_are_not_read():
 def test_both_factors_are_weights():
     stage = Stage(lambda m, x: F.conv2d(x * 0 + m.k, m.w) + F.conv2d(m.k, m.w), k=SIZES[2], w=(6, 4, 3, 3))
     check(stage, SIZES[2], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_group_norm(memory):
+    """The CPU's kernel for channels-last memory crashes where nobody asks for the input's gradient."""
+    stage = Stage(lambda m, x: m.norm(x.sin().contiguous(memory_format=memory)).sin(), norm=nn.GroupNorm(2, 4))
+    with zb.policy(defer="all"):
+        check(stage, random_input(2, 4, 3, 3, dtype=torch.float32), orders=(at_once, late), rtol=0, atol=0)

@@ -268,3 +268,33 @@ def test_stage_backward_refuses_gradients_of_another_structure(output_grads):
         zb.stage_backward(m(x), output_grads, (x,))
     assert isinstance(failure.value.__cause__, AssertionError)
     assert m.a.grad is None and m.s.grad is None
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("ends", ["by W", "dropped"])
+def test_an_output_that_w_reads_lets_go_of_its_history_with_the_groups(ends):
+    """What its node has saved goes, though the output stays."""
+    m, x = Stage(lambda m, x: (x @ (w := m.a @ torch.ones(4, 4, dtype=f64)), w), a=(4, 4)), fresh()
+    outputs = m(x)
+    assert outputs[1].grad_fn is not None
+    _, groups = zb.stage_backward_input(outputs, [torch.ones_like(out) for out in outputs], [x], m.parameters())
+    if ends == "by W":
+        zb.stage_backward_weight(m.parameters(), groups)
+    del groups
+    assert [out.grad_fn for out in outputs] == [None, None]
+
+
+@needs_zbpipe
+def test_a_weight_that_is_an_output_takes_a_gradient_of_its_grad_dtype():
+    sides = []
+    for is_split in (False, True):
+        w = torch.ones(4, dtype=torch.bfloat16, requires_grad=True)
+        w.grad_dtype = torch.float32
+        x = torch.ones(4, requires_grad=True)
+        outputs, grads = [x * 2.0, w], [torch.ones(4), torch.full((4,), 1.001)]
+        if is_split:
+            zb.stage_backward_weight([w], zb.stage_backward_input(outputs, grads, [x], [w])[1])
+        else:
+            torch.autograd.backward(outputs, grads)
+        sides.append(w.grad)
+    assert sides[1].dtype == sides[0].dtype == torch.float32 and torch.equal(*sides)

@@ -203,7 +203,7 @@ def test_groups_are_taken_before_a_weight_pass_asks_for_anything(elsewhere):
 
     def again():
         w.looking = None
-        with pytest.raises(RuntimeError, match="already running in another call") as refusal:
+        with pytest.raises(RuntimeError, match="is in another call's hands") as refusal:
             run_weight(m, groups)
         refusals.append(refusal)
 

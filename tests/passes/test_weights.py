@@ -450,3 +450,83 @@ def test_weights_that_are_taken_away_between_the_passes(name):
     zb.stage_backward_weight(m.parameters(), groups)
     for p, grad in zip([m.a, m.s], expected, strict=True):
         torch.testing.assert_close(p.grad, grad)
+
+
+# what lies between a product, or a node that I ran whole, and its weight
+
+
+def of_dtype(dtype, grad_dtype):
+    """A weight and a bias that are cast; ``grad_dtype`` is what torch lets their gradients be, None for anything."""
+
+    def make():
+        w, b = (torch.randn(*shape).to(dtype).requires_grad_() for shape in ((8, 8), (8,)))
+        w.grad_dtype = b.grad_dtype = grad_dtype
+        other = torch.bfloat16 if dtype == torch.float32 else torch.float32
+        return [w, b], lambda x: torch.addmm(b.to(other), x.to(other), w.to(other)).float()
+
+    return make
+
+
+def as_complex():
+    w, b = (torch.randn(8, requires_grad=True) for _ in range(2))
+    return [w, b], lambda x: (torch.fft.fft(x) * w.to(torch.complex64) + b.to(torch.complex64)).abs()
+
+
+def compressed(product):
+    def make():
+        w = torch.randn(8, 8).relu().to_sparse_csr().requires_grad_()
+        return [w], lambda x: product(x, w)
+
+    return make
+
+
+LEADING = {
+    f"a cast of {dtype} whose gradient is {grad_dtype}": of_dtype(dtype, grad_dtype)
+    for dtype in (torch.bfloat16, torch.float32)
+    for grad_dtype in (None, torch.float32, torch.bfloat16)
+}
+LEADING |= {
+    "a cast to complex": as_complex,
+    "a matrix in CSR": compressed(lambda x, w: (w @ x.mT).mT),
+    "a matrix in CSR and a vector": compressed(lambda x, w: (w @ x[0]) + x),
+}
+
+
+@needs_zbpipe
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize("choices", [{}, {"defer": "all"}, {"defer": "nothing"}], ids=["", "all", "nothing"])
+@pytest.mark.parametrize("name", LEADING)
+def test_what_leads_to_a_weight(name, choices):
+    sides = []
+    for is_split in (False, True):
+        torch.manual_seed(0)
+        weights, forward = LEADING[name]()
+        for _ in range(3):
+            x = torch.randn(6, 8, requires_grad=True)
+            out = forward(x)
+            if is_split:
+                with zb.policy(**choices):
+                    _, groups = zb.stage_backward_input([out], [torch.ones_like(out)], [x], weights)
+                zb.stage_backward_weight(weights, groups)
+            else:
+                out.backward(torch.ones_like(out))
+        sides.append([w.grad for w in weights])
+    for one, other in zip(*sides, strict=True):
+        assert one.dtype == other.dtype and one.layout == other.layout
+        assert torch.equal(one.to_dense(), other.to_dense())
+        assert one.layout != torch.strided or one.stride() == other.stride()
+
+
+@needs_zbpipe
+def test_a_grad_keeps_its_strides_where_torch_enforces_no_layout():
+    u, strides = torch.randn(3, 4), []
+    for is_split in (False, True):
+        w, x = u.clone().requires_grad_(), torch.ones(3, 4, requires_grad=True)
+        out = x * w
+        with torch.autograd.enforce_grad_layout_policy(False):
+            if is_split:
+                zb.stage_backward_weight([w], zb.stage_backward_input([out], [torch.ones(4, 3).mT], [x], [w])[1])
+            else:
+                out.backward(torch.ones(4, 3).mT)
+        strides.append(w.grad.stride())
+    assert strides[0] == strides[1]

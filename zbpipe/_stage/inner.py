@@ -1,7 +1,7 @@
-"""Backwards within a pass, such as a reentrant checkpoint's, under ``policy(main_grad=True)``."""
+"""What passes run in: the caller's context, and ``policy(main_grad=True)`` for the backwards within them."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,10 +11,12 @@ from zbpipe._policy import Policy
 from zbpipe._torch import autograd, main_grad
 
 
-def backwards(policy: Policy) -> AbstractContextManager[None]:
-    """A context of a pass. Under ``main_grad=True`` it moves to ``main_grad`` what backwards within the pass add to
+@contextmanager
+def backwards(policy: Policy) -> Iterator[None]:
+    """What a pass runs in. Under ``main_grad=True`` it moves to ``main_grad`` what backwards within the pass add to
     ``.grad``, such as a reentrant checkpoint's."""
-    return _moving() if policy.main_grad else nullcontext()
+    with autograd.with_callers_context(), _moving() if policy.main_grad else nullcontext():
+        yield
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import ctypes
 import functools
 import sys
@@ -176,7 +177,7 @@ def be_unseen() -> None:
         ctypes.CDLL(torch._C.__file__).omp_set_num_threads(1)
 
 
-_THROUGH = "zbpipe_through"  # a name in the thread's state, which runs of the engine take along to its threads
+_THROUGH = "zbpipe_through"
 _lock = threading.Lock()
 _passes = 0
 _run_backward: Any = None  # torch's, while a pass stands in front of it
@@ -187,38 +188,52 @@ def inner_backwards_through(function: Callable[..., Any]) -> Iterator[None]:
     """A context in which ``function(run, outputs)`` runs each ``torch.autograd.backward`` that is called in this
     thread, or on a thread of the engine in a run that this thread has begun. Other backwards are left alone."""
     global _passes, _run_backward
-    before = _function_through()
-    _stash(function)
     with _lock:
         _passes += 1
         if _passes == 1:
             _run_backward = torch.autograd._engine_run_backward
             torch.autograd._engine_run_backward = functools.partial(_run_through, _run_backward)
     try:
-        yield
+        with _in_state(_THROUGH, function):
+            yield
     finally:
         with _lock:
             _passes -= 1
             if _passes == 0:
                 torch.autograd._engine_run_backward = _run_backward
-        _stash(before)
+
+
+def with_callers_context() -> contextlib.AbstractContextManager[None]:
+    """As torch.autograd.backward has it: what a backward compiles on the engine's threads is configured as here."""
+    return _in_state("context", contextvars.copy_context())
+
+
+@contextlib.contextmanager
+def _in_state(name: str, value: Any) -> Iterator[None]:
+    """A context in which the thread's state has a value. Runs of the engine take it along to the engine's threads."""
+    before = _from_state(name)
+    _stash(name, value)
+    try:
+        yield
+    finally:
+        _stash(name, before)
         if before is None and hasattr(torch._C, "_remove_obj_from_tls"):
-            torch._C._remove_obj_from_tls(_THROUGH)  # at a thread's end torch would wait for the GIL to drop it
+            torch._C._remove_obj_from_tls(name)  # at a thread's end torch would wait for the GIL to drop it
 
 
-def _stash(function: Callable[..., Any] | None) -> None:
+def _stash(name: str, value: Any) -> None:
     if torch.__version__.startswith("2.11."):  # which takes over the reference that it is lent
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(function))
-    torch._C._stash_obj_in_tls(_THROUGH, function)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    torch._C._stash_obj_in_tls(name, value)
 
 
-def _function_through() -> Callable[..., Any] | None:
-    return torch._C._get_obj_in_tls(_THROUGH) if torch._C._is_key_in_tls(_THROUGH) else None
+def _from_state(name: str) -> Any:
+    return torch._C._get_obj_in_tls(name) if torch._C._is_key_in_tls(name) else None
 
 
 def _run_through(run_backward: Callable[..., Any], outputs: Any, *args: Any, **kwargs: Any) -> Any:
     run = functools.partial(run_backward, outputs, *args, **kwargs)
-    function = _function_through() if kwargs.get("accumulate_grad", True) else None
+    function = _from_state(_THROUGH) if kwargs.get("accumulate_grad", True) else None
     return run() if function is None else function(run, outputs)
 
 

@@ -9,9 +9,9 @@
 typedef struct work {
     const zbp_graph *graph;
 
-    uint32_t *begin;     /* [nodes + 1], the edges of each node in one direction: */
-    uint32_t *neighbour; /* [edges], where they come from, or where they lead */
-    uint32_t *stack;     /* [nodes] */
+    uint32_t *begin; /* [nodes + 1], the edges of each node in one direction: */
+    uint32_t *edge;  /* [edges], by the nodes where they end, or where they begin */
+    uint32_t *stack; /* [nodes] */
     uint32_t stack_count;
     uint32_t *parent; /* [nodes], union-find */
     uint32_t *size;   /* [nodes], of the set, at its representative */
@@ -42,7 +42,7 @@ static int work_init(work *w, const zbp_graph *graph)
     w->graph = graph;
     w->block = rest;
     w->begin = take(&rest, nodes + 1);
-    w->neighbour = take(&rest, edges);
+    w->edge = take(&rest, edges);
     w->stack = take(&rest, nodes);
     w->parent = take(&rest, nodes);
     w->size = take(&rest, nodes);
@@ -99,20 +99,17 @@ static void end_lists(uint32_t *begin, uint32_t n)
 
 /* ---- flags ---- */
 
-static void list_neighbours(work *w, bool backwards)
+/* Of each node the edges that begin there, or, backwards, that end there. */
+static void list_edges(const zbp_graph *graph, bool backwards, uint32_t *begin, uint32_t *list)
 {
-    const zbp_edge *edge = w->graph->edge;
-    uint32_t nodes = w->graph->node_count, edges = w->graph->edge_count;
+    const zbp_edge *edge = graph->edge;
 
-    clear_lists(w->begin, nodes);
-    for (uint32_t e = 0; e < edges; e++)
-        w->begin[backwards ? edge[e].dst : edge[e].src]++;
-    end_lists(w->begin, nodes);
-    for (uint32_t e = edges; e-- > 0;) {
-        uint32_t at = backwards ? edge[e].dst : edge[e].src;
-
-        w->neighbour[--w->begin[at]] = backwards ? edge[e].src : edge[e].dst;
-    }
+    clear_lists(begin, graph->node_count);
+    for (uint32_t e = 0; e < graph->edge_count; e++)
+        begin[backwards ? edge[e].dst : edge[e].src]++;
+    end_lists(begin, graph->node_count);
+    for (uint32_t e = graph->edge_count; e-- > 0;)
+        list[--begin[backwards ? edge[e].dst : edge[e].src]] = e;
 }
 
 /* Flags a node that was not yet, and puts it on the stack. Each node at most once per flag, so the
@@ -130,9 +127,13 @@ static void flag_reached(work *w, uint8_t flag, uint8_t except)
     while (w->stack_count > 0) {
         uint32_t id = w->stack[--w->stack_count];
 
-        for (uint32_t i = w->begin[id]; i < w->begin[id + 1]; i++)
-            if ((w->flag[w->neighbour[i]] & (flag | except)) == 0)
-                flag_and_push(w, w->neighbour[i], flag);
+        for (uint32_t i = w->begin[id]; i < w->begin[id + 1]; i++) {
+            const zbp_edge *edge = &w->graph->edge[w->edge[i]];
+            uint32_t other = edge->src == id ? edge->dst : edge->src;
+
+            if ((w->flag[other] & (flag | except)) == 0)
+                flag_and_push(w, other, flag);
+        }
     }
 }
 
@@ -162,9 +163,9 @@ static void widen_closure(work *w)
         first++;
     if (first == nodes)
         return;
-    list_neighbours(w, false);
+    list_edges(w->graph, false, w->begin, w->edge);
     flag_from(w, ZBP_ROLE_ROOT, 0, ROOTED, ZBP_NODE_CLOSURE);
-    list_neighbours(w, true);
+    list_edges(w->graph, true, w->begin, w->edge);
     for (uint32_t i = first; i < nodes; i++)
         if (computes_excluded(w, i) && (w->flag[i] & ROOTED) == 0)
             flag_and_push(w, i, COMPUTES);
@@ -272,16 +273,6 @@ static void fill_nodes(zbp_plan *plan, const work *w)
     }
 }
 
-static void list_edges_out(zbp_plan *plan, const zbp_graph *graph)
-{
-    clear_lists(plan->out_begin, plan->node_count);
-    for (uint32_t e = 0; e < plan->edge_count; e++)
-        plan->out_begin[graph->edge[e].src]++;
-    end_lists(plan->out_begin, plan->node_count);
-    for (uint32_t e = plan->edge_count; e-- > 0;)
-        plan->out[--plan->out_begin[graph->edge[e].src]] = e;
-}
-
 /* Lists by group the nodes that have this flag and not the other one. */
 static void list_nodes(const zbp_plan *plan, uint8_t flag, uint8_t except, uint32_t *begin,
                        uint32_t *list)
@@ -308,7 +299,7 @@ int zbp_plan_build(zbp_plan *plan, const zbp_graph *graph)
         goto done;
     if (graph->node_count > 0)
         memset(w.flag, 0, graph->node_count);
-    list_neighbours(&w, true);
+    list_edges(graph, true, w.begin, w.edge);
     flag_from(&w, ZBP_ROLE_INPUT, 0, ZBP_NODE_CLOSURE, 0);
     flag_from(&w, ZBP_ROLE_WEIGHT, 0, ZBP_NODE_WEIGHTWARD, ZBP_NODE_CLOSURE);
     flag_from(&w, ZBP_ROLE_EXCLUDED, ZBP_NODE_WEIGHTWARD, ZBP_NODE_EXCLUDED, ZBP_NODE_CLOSURE);
@@ -320,7 +311,7 @@ int zbp_plan_build(zbp_plan *plan, const zbp_graph *graph)
     if (status != ZBP_OK)
         goto done;
     fill_nodes(&built, &w);
-    list_edges_out(&built, graph);
+    list_edges(graph, false, built.out_begin, built.out);
     list_nodes(&built, ZBP_NODE_SPLIT, 0, built.split_begin, built.split);
     list_nodes(&built, ZBP_NODE_WEIGHT, 0, built.weight_begin, built.weight);
     list_nodes(&built, ZBP_NODE_WEIGHTWARD, ZBP_NODE_WEIGHT, built.outside_begin, built.outside);

@@ -114,14 +114,15 @@ bool zbp_book_wants(const zbp_book *book, uint32_t weight)
 
 void zbp_book_find_leading(const zbp_book *book, const zbp_layout *layout, bool *leads)
 {
-    bool is_changed = true;
+    bool is_changed = true, is_back = false;
 
     for (uint32_t o = 0; o < layout->outside_count; o++)
         leads[o] = false;
     while (is_changed) { /* seldom more than twice: hops come in the order of the walk */
         is_changed = false;
-        for (uint32_t h = layout->hop_count; h-- > 0;) {
-            const zbp_hop *hop = &layout->hop[h];
+        is_back = !is_back; /* either order of a chain takes one pass */
+        for (uint32_t i = 0; i < layout->hop_count; i++) {
+            const zbp_hop *hop = &layout->hop[is_back ? layout->hop_count - 1 - i : i];
 
             if (!leads[hop->outside] &&
                 (hop->to_weight >= 0 ? zbp_book_wants(book, (uint32_t)hop->to_weight)

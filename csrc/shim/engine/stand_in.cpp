@@ -32,7 +32,7 @@ const size_t* number_in(torch::autograd::FunctionPreHook& hook) {
 }
 
 /// What is kept of what the node's hooks return is theirs no more.
-variable_list call_hooks_before(Node& node, variable_list&& grads, bool skip_undefined = false) {
+variable_list call_hooks_before(Node& node, variable_list&& grads, bool skip_undefined) {
   if (!has_hooks(node)) {
     return std::move(grads);
   }
@@ -130,9 +130,25 @@ Node& original_of(Node& node) {
   return in_place && in_place->original_ ? *in_place->original_ : node;
 }
 
-StandIn::StandIn(NodePtr original, GroupPtr group, size_t task)
-    : InPlaceOf(original, original->sequence_nr()), group_(std::move(group)), task_(task) {
-  NodeParts::swap_anomaly_metadata(*original_, *this);
+variable_list Runner::apply(variable_list&& grads) {
+  try {
+    return run_node(*original_, *this, std::move(grads), release_, track_views_, skip_undefined_);
+  } catch (...) {
+    if (torch::autograd::AnomalyMode::is_enabled()) {
+      original_->metadata()->print_stack(original_->name());
+    }
+    throw;
+  }
+}
+
+StandIn::StandIn(Node& original, GroupPtr group, size_t task, bool skip_undefined)
+    : InPlaceOf(ref_of(original), original.sequence_nr()),
+      group_(std::move(group)),
+      task_(task),
+      skip_undefined_(skip_undefined) {
+  if (has_metadata_) {
+    NodeParts::swap_anomaly_metadata(*original_, *this);
+  }
 }
 
 void StandIn::retire() noexcept {
@@ -158,6 +174,7 @@ void StandIn::give_back_metadata() noexcept {
 
 variable_list StandIn::apply(variable_list&& grads) {
   TORCH_CHECK(original_, ERR_CONSUMED);
+  TORCH_CHECK(!std::exchange(has_begun_, true), ERR_WITHIN);
   pin_outside(*group_);
   Task& mine = task();
   SmallVector<uint32_t, 2> somebodys;
@@ -173,7 +190,7 @@ variable_list StandIn::apply(variable_list&& grads) {
 variable_list StandIn::run_split(Task& task, variable_list&& grads) {
   Node& node = *original_;
   const Separable separable = *separate(node);
-  variable_list in = call_hooks_before(node, std::move(grads));
+  variable_list in = call_hooks_before(node, std::move(grads), skip_undefined_);
   take_matrices(task, separable, in, *group_);
   const variable_list inputs = node.post_hooks().empty() ? variable_list() : in;
   if (task.kind() == ZBP_TASK_PRODUCT) {
@@ -233,7 +250,8 @@ variable_list StandIn::run_whole(Task& task, variable_list&& grads,
     }
   }
   const AddedByKernels added(weights);
-  variable_list outputs = run_node(node, *this, std::move(grads), /*release=*/true);
+  variable_list outputs = run_node(node, *this, std::move(grads), /*release=*/true,
+                                   /*track_views=*/true, skip_undefined_);
   added.drop(outputs);
   for (size_t f = 0; f < task.face.size(); ++f) {  // the engine gets the others
     const at::Tensor grad = std::exchange(outputs[task.plan(f).slot], {});
@@ -252,12 +270,12 @@ Capture::Capture(NodePtr original, bool skip_undefined)
     : InPlaceOf(original, original->sequence_nr()), skip_undefined_(skip_undefined) {}
 
 variable_list Capture::apply(variable_list&& in) {
+  TORCH_CHECK(grads.empty(), ERR_WITHIN);
   grads = call_tensor_hooks(*original_, std::move(in), skip_undefined_);
   // A leaf's own node would run in an ordinary backward; the node behind another input would not,
   // it belongs to an older graph.
   if (typeid(*original_) == typeid(torch::autograd::AccumulateGrad)) {
     grads = call_pre_hooks(*original_, std::move(grads));
-    call_post_hooks(*original_, {}, grads);
   }
   return {};
 }

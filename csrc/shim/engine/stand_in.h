@@ -1,6 +1,8 @@
 // The nodes that I puts into the graph for the time of one run.
 #pragma once
 
+#include <torch/csrc/autograd/anomaly_mode.h>
+
 #include "shim/group/group.h"
 
 namespace zbp {
@@ -25,6 +27,25 @@ class InPlaceOf : public Node {
 /// The node of the user's graph that `node` has the place of, in I or W; often `node` itself.
 Node& original_of(Node& node);
 
+/// Runs the node as the engine does, but that what hooks return and still have is copied: see Note
+/// [Whose memory a gradient has]. In I for nodes with hooks that are not split, in W for those
+/// between a task and its weights.
+class Runner : public InPlaceOf {
+ public:
+  /// See run_node().
+  Runner(Node& original, bool release, bool track_views, bool skip_undefined)
+      : InPlaceOf(ref_of(original), original.sequence_nr()),
+        release_(release),
+        track_views_(track_views),
+        skip_undefined_(skip_undefined) {}
+
+ protected:
+  variable_list apply(variable_list&& grads) override;
+
+ private:
+  const bool release_, track_views_, skip_undefined_;
+};
+
 /// Takes the place of a split node: the engine runs the stand-in, the stand-in runs the node, with
 /// its hooks, and fills the weight task. Its edges are the node's input face.
 ///
@@ -34,7 +55,7 @@ Node& original_of(Node& node);
 /// of them. So the engine must not see the node itself.
 class StandIn : public InPlaceOf {
  public:
-  StandIn(NodePtr original, GroupPtr group, size_t task);
+  StandIn(Node& original, GroupPtr group, size_t task, bool skip_undefined);
 
   /// Forgets node, group and edges, so that nothing is kept once I is over. From then on running
   /// the stand-in is a second backward through the graph.
@@ -59,11 +80,14 @@ class StandIn : public InPlaceOf {
 
   void give_back_metadata() noexcept;
 
-  bool has_metadata_ = true;
+  // The node's, where the engine looks for it at an error; else hooks find it on their node.
+  bool has_metadata_ = torch::autograd::AnomalyMode::is_enabled();
+  bool has_begun_ = false;
   bool has_run_ = false;
 
   GroupPtr group_;
   size_t task_;  // index into group_->tasks
+  bool skip_undefined_;
 };
 
 /// Takes the place of the node behind a stage input, where I ends: runs the hooks that an ordinary
@@ -91,6 +115,11 @@ constexpr const char* ERR_CONSUMED =
     "this part of it, and keeps no graph for another backward. Give all outputs and losses of one "
     "forward to one call of stage_backward_input.";
 
+/// A gradient of either run would be lost.
+constexpr const char* ERR_WITHIN =
+    "A hook has run a backward through the graph that an input pass is running through; run it "
+    "before the input pass with retain_graph=True, or through a graph of its own";
+
 /// Refuses every run of a node that I has consumed and a group still holds.
 class ConsumedGuard : public torch::autograd::FunctionPreHook {
  public:
@@ -112,6 +141,6 @@ variable_list call_post_hooks(Node& node, variable_list outputs, const variable_
 /// only changes the layout does not know of what it is a view: see along_path(). skip_undefined: as
 /// above.
 variable_list run_node(Node& node, Node& substitute, variable_list&& grads, bool release,
-                       bool track_views = true, bool skip_undefined = false);
+                       bool track_views, bool skip_undefined);
 
 }  // namespace zbp

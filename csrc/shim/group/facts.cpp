@@ -57,8 +57,12 @@ uint8_t step_of(Node& node) {
   return as<gen::ExpandBackward0>(node) ? ZBP_STEP_NONE : ZBP_STEP_VIEW;
 }
 
-/// The gradient that the node, a plain step, gives for `grad`, but for a cast.
+/// The gradient that the node, a plain step, gives for `grad`.
 at::Tensor step_back(Node& node, const at::Tensor& grad) {
+  if (auto* n = as<gen::ToCopyBackward0>(node)) {
+    const auto type = c10::typeMetaToScalarType(n->self_options.dtype());
+    return (c10::isComplexType(type) || !grad.is_complex() ? grad : at::real(grad)).to(type);
+  }
   if (as<gen::TBackward0>(node)) {
     return grad.t();
   }

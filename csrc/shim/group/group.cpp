@@ -3,6 +3,7 @@
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/PyInterpreter.h>
 
+#include "shim/torch/detach.h"
 #include "shim/torch/gil.h"
 #include "shim/torch/python.h"
 
@@ -41,6 +42,7 @@ Task::Task(zbp_layout& of_layout, uint32_t of_number, NodePtr of_node)
 
 Group::~Group() {
   release();
+  detach_outputs();
   zbp_book_close(&book);
   zbp_layout_fini(&layout);
 }
@@ -65,6 +67,23 @@ void Group::release() noexcept {
   for (const Task& task : dead_tasks) {
     if (const auto* deferred = std::get_if<Deferred>(&task.work); deferred && deferred->is_alone) {
       task.node->release_variables();
+    }
+  }
+}
+
+void Group::detach_outputs() noexcept {
+  if (outputs.empty()) {
+    return;
+  }
+  // Others read what autograd knows of a tensor with the GIL and under no other lock.
+  const AcquireGil gil;
+  for (auto& output : std::exchange(outputs, {})) {
+    if (output.use_count() > 1) {
+      output.reset();  // another group reads it yet
+    } else if (auto tensor = output->lock()) {
+      zbp_error ignored{};  // then it keeps its history, which costs memory alone
+      kept_in(&ignored, [&] { detach_output(at::Tensor(std::move(tensor))); });
+      zbp_error_clear(&ignored);
     }
   }
 }

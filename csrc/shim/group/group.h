@@ -50,6 +50,7 @@ struct Work {
     c10::SafePyObject function;
     c10::SafePyObject arguments;      // a tuple
     c10::SafePyObject autocast;       // as it was there: see zbpipe/_work.py
+    size_t count;                     // of the gradients that it returns
     SmallVector<Kept, 2> saved;       // the tensors in it that have memory of their own
     SmallVector<Kept, 2> parameters;  // those with a parameter's, which cost nothing to keep
   };
@@ -247,6 +248,8 @@ struct Group : zbp_group, std::enable_shared_from_this<Group> {
   /// Lets go of everything that W read; so do the nodes that only W could still run, whoever refers
   /// to them.
   void release() noexcept;
+  /// Of the stage outputs that no other group reads. Takes the GIL.
+  void detach_outputs() noexcept;
   /// True if W may run what Python hooks have packed: a region computed again may read any tensor
   /// of the forward.
   bool leaves_packed() const;

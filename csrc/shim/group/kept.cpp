@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include <ATen/CachedTensorUtils.h>
+#include <ATen/SparseCsrTensorUtils.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -16,11 +17,6 @@ namespace zbp {
 
 bool has_version(const at::Tensor& tensor) {
   return tensor.defined() && !tensor.is_inference();
-}
-
-const void* memory_of(const at::Tensor& tensor) {
-  const bool is_pythons = tensor.defined() && tensor.unsafeGetTensorImpl()->is_python_dispatch();
-  return storage_of(is_pythons ? local_part(tensor) : tensor);
 }
 
 const void* storage_of(const at::Tensor& tensor) {
@@ -70,7 +66,7 @@ void Kept::bring_here(std::optional<c10::Stream>& ordered) const {
     order(*stream_, here);
     ordered = stream_;
   }
-  record(tensor_, here);
+  record_here(tensor_);
 }
 
 Version::Version(const at::Tensor& tensor)
@@ -92,6 +88,19 @@ std::string Version::describe() const {
 
 namespace {
 
+/// What has the tensor's memory: of a DTensor the local part, of a sparse tensor the values.
+at::Tensor in_memory(const at::Tensor& tensor) {
+  if (!tensor.defined() || !is_subclass(tensor)) {
+    return tensor;
+  }
+  const at::AutoDispatchBelowADInplaceOrView no_view;
+  const at::Tensor local = local_part(tensor);
+  if (local.is_sparse()) {
+    return local._values();
+  }
+  return at::sparse_csr::is_sparse_compressed(local) ? local.values() : local;
+}
+
 /// True if somebody has the object beside `references` of C++, and `names` of Python. Its Python
 /// object, if it has one, refers to it, and is kept by it.
 template <class Impl>
@@ -107,6 +116,10 @@ bool is_captured(const c10::Stream& stream) {
 }
 
 }  // namespace
+
+const void* memory_of(const at::Tensor& tensor) {
+  return storage_of(in_memory(tensor));
+}
 
 Holders::Holders(c10::ArrayRef<at::Tensor> known) {
   for (const at::Tensor& tensor : known) {
@@ -140,7 +153,9 @@ bool Holders::has_others(const at::Tensor& tensor) const {
                                    is_held(*local.storage().unsafeGetStorageImpl(), 1));
   }
   if (!tensor.has_storage()) {
-    return false;
+    const at::Tensor values = in_memory(tensor);  // a compressed tensor gives an alias of its own
+    return values.has_storage() &&
+           is_held(*values.storage().unsafeGetStorageImpl(), values.use_count() > 1 ? 1 : 2);
   }
   size_t tensors = 0;
   for (const auto& [other, references] : known_) {
@@ -175,8 +190,8 @@ void own(c10::ArrayRef<Kept*> grads, c10::ArrayRef<at::Tensor> known) {
 
 CameIn::CameIn(c10::ArrayRef<at::Tensor> grads) {
   for (const at::Tensor& grad : grads) {
-    if (const at::Tensor local = local_part(grad); storage_of(local)) {
-      storages_.push_back(local.storage().getWeakStorageImpl());
+    if (const at::Tensor in = in_memory(grad); storage_of(in)) {
+      storages_.push_back(in.storage().getWeakStorageImpl());
     }
   }
 }
@@ -241,11 +256,14 @@ void order(const c10::Stream& first, const c10::Stream& second) {
   }
 }
 
-void record(const at::Tensor& tensor, const c10::Stream& stream) {
-  const at::Tensor local = local_part(tensor);
-  if (local.has_storage() && local.device() == stream.device()) {
-    c10::impl::VirtualGuardImpl(stream.device_type())
-        .recordDataPtrOnStream(local.storage().data_ptr(), stream);
+void record_here(const at::Tensor& tensor) {
+  const at::Tensor in = in_memory(tensor);
+  if (const auto here = stream_here(in); here && in.has_storage()) {
+    c10::impl::VirtualGuardImpl(here->device_type())
+        .recordDataPtrOnStream(in.storage().data_ptr(), *here);
+  }
+  if (tensor.is_sparse()) {
+    record_here(tensor._indices());
   }
 }
 

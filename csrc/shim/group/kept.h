@@ -41,7 +41,7 @@ bool has_version(const at::Tensor& tensor);
 /// The identity of the tensor's storage; null if it has none.
 const void* storage_of(const at::Tensor& tensor);
 
-/// The same of a DTensor's local part.
+/// The same of a DTensor's local part, and of a sparse tensor's values.
 const void* memory_of(const at::Tensor& tensor);
 
 /// Of the tensor's whole storage; 0 where there is none, or where its size is not known as a
@@ -162,8 +162,8 @@ std::optional<c10::Stream> stream_here(const at::Tensor& tensor);
 /// `second` does what it is given from now on when `first` has done what it has been given.
 void order(const c10::Stream& first, const c10::Stream& second);
 
-/// The allocator learns that `tensor` is used on a stream that is not its own.
-void record(const at::Tensor& tensor, const c10::Stream& stream);
+/// The allocator learns that `tensor` is used on the current stream, which is not its own.
+void record_here(const at::Tensor& tensor);
 
 /// Several streams, each once. In a call of W those of tasks and weights wait for the caller's
 /// before, and the caller's for them at the end.

@@ -13,7 +13,7 @@ namespace zbp {
 
 namespace {
 
-variable_list call(const Work::Call& call, size_t count) {
+variable_list call(const Work::Call& call) {
   RECORD_USER_SCOPE("zbpipe::work");
   const at::AutoGradMode no_grad(false);
   const AcquireGil gil;
@@ -21,7 +21,7 @@ variable_list call(const Work::Call& call, size_t count) {
   return tensors_in(
       call_python("zbpipe._work", "run",
                   {call.function.ptr(interpreter), call.arguments.ptr(interpreter),
-                   call.autocast.ptr(interpreter), checked(PyLong_FromSize_t(count))}));
+                   call.autocast.ptr(interpreter), checked(PyLong_FromSize_t(call.count))}));
 }
 
 /// As the engine would check it where the Function's own gradients are checked.
@@ -68,7 +68,8 @@ void run(const Group& group, Work& work, const Task& task, bool retain) {
       }
     }
     const AddedByKernels added(weights);
-    variable_list results = call(*work.call, work.faces.size());
+    variable_list results = call(*work.call);
+    results.resize(work.faces.size());  // none, where the callable adds them itself
     added.drop(results);
     // From here on nothing throws: the callable is not called a second time.
     std::transform(results.begin(), results.end(), grads.begin(),

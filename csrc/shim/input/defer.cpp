@@ -138,7 +138,7 @@ SmallVector<Kept, 2> kept_in(PyObject* list) {
 /// Makes `function(*saved)` a work of the task, which gives the gradients at the faces that are not
 /// -1.
 void keep_work(StandIn& stand_in, PyObject* function, PyObject* saved,
-               SmallVector<int32_t, 2> faces) {
+               SmallVector<int32_t, 2> faces, size_t count) {
   THPObjectPtr weights = checked(wrap_tensors(stand_in.group().variables()));
   const THPObjectPtr taken = call_python("zbpipe._work", "take", {saved, weights});
   const auto part = [&](Py_ssize_t i) { return PyTuple_GET_ITEM(taken.get(), i); };
@@ -148,7 +148,7 @@ void keep_work(StandIn& stand_in, PyObject* function, PyObject* saved,
   Task& task = stand_in.task();
   Work& work = std::get<Given>(task.work).emplace_back();
   work.call = std::make_unique<const Work::Call>(Work::Call{
-      owned(function), owned(part(0)), owned(part(1)), kept_in(part(2)), kept_in(part(3))});
+      owned(function), owned(part(0)), owned(part(1)), count, kept_in(part(2)), kept_in(part(3))});
   work.faces = std::move(faces);
   task.plan().has_work = true;
 }
@@ -165,7 +165,7 @@ PyObject* zbp_defer(PyObject* function, PyObject* weights, PyObject* saved, zbp_
       return PyBool_FromLong(answer.verdict == Verdict::hand_over);
     }
     if (answer.verdict == Verdict::hand_over) {
-      keep_work(*running.stand_in, function, saved, std::move(answer.faces));
+      keep_work(*running.stand_in, function, saved, std::move(answer.faces), grads.size());
     }
     if (answer.verdict == Verdict::at_once) {
       THPObjectPtr returned = checked(PyObject_CallObject(function, saved));

@@ -1,9 +1,15 @@
-// Whose memory the gradient of a stage input has.
+// The gradients of stage inputs: whose memory they have, and how they come into the inputs' .grad.
 
+#include <ATen/core/grad_mode.h>
+
+#include "shim/engine/engine.h"
 #include "shim/group/dtensor.h"
 #include "shim/input/scene.h"
+#include "shim/torch/gil.h"
 
 namespace zbp {
+
+namespace impl = torch::autograd::impl;
 
 namespace {
 
@@ -31,13 +37,11 @@ bool overlaps_itself(const at::Tensor& tensor) {
   return false;
 }
 
-at::Tensor captured(const Edge& edge, const Walk& walk, const Captures& captures) {
-  if (!edge.is_valid()) {
-    return {};
-  }
-  const auto capture = captures.find(walk.id_of(edge));
+/// Null where the run did not come.
+const at::Tensor* captured(const Edge& edge, const Walk& walk, const Captures& captures) {
+  const auto capture = edge.is_valid() ? captures.find(walk.id_of(edge)) : captures.end();
   const bool reached = capture != captures.end() && !capture->second->grads.empty();
-  return reached ? capture->second->grads[edge.input_nr] : at::Tensor();
+  return reached ? &capture->second->grads[edge.input_nr] : nullptr;
 }
 
 /// The memory of inputs' gradients that a task has too, or one of the caller's output gradients.
@@ -81,39 +85,110 @@ Holders known_holders(const InputPassArgs& args, const variable_list& grads,
   return holders;
 }
 
+void add_to(const at::Tensor& input, const at::Tensor& grad) {
+  at::Tensor& sum = input.mutable_grad();
+  if (!sum.defined()) {
+    sum = grad;
+  } else if (grad.defined()) {
+    record_here(grad);
+    const at::AutoGradMode no_grad(false);
+    if (sum.is_sparse() && !grad.is_sparse()) {
+      sum = grad + sum;
+    } else {
+      sum.add_(grad);
+    }
+  }
+}
+
+/// Takes the place of a leaf's accumulator behind the capture: on its stream, under its lock.
+class InputSink : public InPlaceOf {
+ public:
+  explicit InputSink(const at::Tensor& input)
+      : InPlaceOf(impl::grad_accumulator(input), UINT64_MAX), input_(input) {}
+
+  /// Whether anybody could tell.
+  bool is_needed() const {
+    return input_.grad().defined() || impl::post_acc_grad_hooks(input_) ||
+           !original_->post_hooks().empty();
+  }
+
+ protected:
+  variable_list apply(variable_list&& grads) override {
+    {
+      const std::lock_guard<std::mutex> lock(NodeParts::mutex_of(*original_));
+      add_to(input_, grads[0]);
+    }
+    if (const auto& hook = impl::post_acc_grad_hooks(input_)) {
+      (*hook)(input_);
+    }
+    call_post_hooks(*original_, {}, grads);
+    return {};
+  }
+
+ private:
+  const at::Tensor input_;
+};
+
 }  // namespace
 
 variable_list input_grads(const InputPassArgs& args, const Walk& walk, const Captures& captures,
                           const std::vector<GroupPtr>& groups) {
   variable_list grads;
   for (const Edge& edge : walk.input_edges()) {
-    const at::Tensor grad = captured(edge, walk, captures);
+    const at::Tensor* const found = captured(edge, walk, captures);
+    const at::Tensor grad = found ? *found : at::Tensor();
     grads.push_back(grad.defined() && grad.requires_grad() ? grad.detach() : grad);
   }
   const auto in_use = memory_in_use(args, grads, groups);
   const Holders holders = known_holders(args, grads, captures);
-  std::unordered_map<const void*, const Edge*> owner;  // by memory
+  std::unordered_map<const void*, const at::Tensor*> owner;  // by memory
   std::vector<size_t> others;
   for (size_t i = 0; i < grads.size(); ++i) {
     const void* const memory = memory_of(grads[i]);
     if (!memory) {
       continue;
     }
-    const Edge& edge = walk.input_edges()[i];
-    const auto [found, is_first] = owner.try_emplace(memory, &edge);
-    const bool is_others = in_use.count(memory) || !(is_first || *found->second == edge) ||
+    const auto [found, is_first] = owner.try_emplace(memory, &args.inputs[i]);
+    const bool is_others = in_use.count(memory) ||
+                           !(is_first || found->second->is_same(args.inputs[i])) ||
                            overlaps_itself(local_part(grads[i]));
     if (is_others || holders.has_others(grads[i])) {
       others.push_back(i);
     }
   }
   for (const size_t i : others) {
-    if (const auto here = stream_here(grads[i])) {
-      record(grads[i], *here);  // the caller's, which waits for those of the captures
-    }
+    record_here(grads[i]);  // the caller's stream, which waits for those of the captures
     grads[i] = grads[i].clone();
   }
   return grads;
+}
+
+void add_input_grads(const InputPassArgs& args, const Walk& walk, const Captures& captures,
+                     const variable_list& grads) {
+  std::unordered_set<const void*> seen;
+  edge_list sinks;
+  variable_list of_sinks;
+  for (size_t i = 0; i < grads.size(); ++i) {
+    const at::Tensor& input = args.inputs[i];
+    if (!captured(walk.input_edges()[i], walk, captures) ||
+        !seen.insert(input.unsafeGetTensorImpl()).second) {
+      continue;
+    }
+    if (!input.is_leaf()) {
+      if (!input.retains_grad()) {  // else its own hook has done it
+        add_to(input, grads[i]);
+      }
+    } else if (auto sink = make_node<InputSink>(input); sink->is_needed()) {
+      sinks.emplace_back(std::move(sink), 0);
+      of_sinks.push_back(grads[i]);
+    } else {
+      add_to(input, grads[i]);
+    }
+  }
+  if (!sinks.empty()) {
+    const ReleaseGil no_gil;
+    run_engine(std::move(sinks), std::move(of_sinks), {}, /*keep_graph=*/false);
+  }
 }
 
 }  // namespace zbp

@@ -161,7 +161,8 @@ void make_stand_ins(Scene& scene, const Survey& survey) {
     const uint32_t id = plan.split[i];
     Node& node = survey.walk.node(id);
     scene.stand_ins[id] =
-        make_node<StandIn>(ref_of(node), scene.groups[plan.group[id]], survey.split.task[id]);
+        make_node<StandIn>(node, scene.groups[plan.group[id]], survey.split.task[id],
+                           survey.walk.has_other_outputs(node));
     scene.stand_ins[id]->next_edges().resize(node.next_edges().size());
   }
 }
@@ -178,19 +179,27 @@ Edge edge_in_run(Scene& scene, const Walk& walk, const Edge& edge, uint32_t targ
       }
       return Edge(capture, edge.input_nr);
     }
-    case ZBP_TO_NODE:
-      return edge;
+    case ZBP_TO_NODE: {
+      const auto runner = scene.runners.find(target);
+      return runner != scene.runners.end() ? Edge(runner->second, edge.input_nr) : edge;
+    }
     default:
       return Edge();
   }
 }
 
-/// Of the nodes that the engine runs in I as they are.
-void watch_hooks(Scene& scene, const Survey& survey) {
+/// True for a node that the engine runs in I, itself or by a runner.
+bool runs_plainly(const Survey& survey, uint32_t id) {
+  const uint8_t flag = survey.plan.flag[id] & (ZBP_NODE_CLOSURE | ZBP_NODE_SPLIT);
+  return flag == ZBP_NODE_CLOSURE && !survey.walk.is_input(id);
+}
+
+void make_runners(Scene& scene, const Survey& survey) {
   for (uint32_t id = 0; id < survey.graph.node_count; ++id) {
-    const uint8_t flag = survey.plan.flag[id] & (ZBP_NODE_CLOSURE | ZBP_NODE_SPLIT);
-    if (flag == ZBP_NODE_CLOSURE && !survey.walk.is_input(id) && has_hooks(survey.walk.node(id))) {
-      scene.hooked.push_back(std::make_unique<HookedNode>(survey.walk.node(id)));
+    Node& node = survey.walk.node(id);
+    if (runs_plainly(survey, id) && has_hooks(node)) {
+      scene.runners[id] = make_node<Runner>(node, /*release=*/true, /*track_views=*/true,
+                                            survey.walk.has_other_outputs(node));
     }
   }
 }
@@ -208,6 +217,18 @@ void edit_edges(Scene& scene, const Survey& survey) {
     if (edit.is_of_stand_in) {
       scene.stand_ins[edge.src]->next_edges()[edge.slot] = std::move(there);
     }
+  }
+  for (uint32_t i = 0; i < survey.graph.edge_count && !scene.runners.empty(); ++i) {
+    const zbp_edge& edge = survey.graph.edge[i];
+    if (scene.runners.count(edge.dst) && runs_plainly(survey, edge.src)) {
+      Node& node = survey.walk.node(edge.src);
+      scene.cuts.replace(
+          node, edge.slot,
+          edge_in_run(scene, survey.walk, node.next_edge(edge.slot), edge.dst, ZBP_TO_NODE));
+    }
+  }
+  for (const auto& [id, runner] : scene.runners) {
+    runner->next_edges() = survey.walk.node(id).next_edges();
   }
 }
 
@@ -229,6 +250,9 @@ void run(Scene& scene, const Survey& survey) {
   }
   std::vector<Node*> represented;
   for (const auto& [id, capture] : scene.captures) {
+    represented.push_back(&survey.walk.node(id));
+  }
+  for (const auto& [id, runner] : scene.runners) {
     represented.push_back(&survey.walk.node(id));
   }
   for (uint32_t id = 0; id < scene.stand_ins.size(); ++id) {
@@ -328,6 +352,7 @@ void hand_over(Scene& scene, const Survey& survey) {
     }
   }
   detach_outputs(scene, survey);
+  add_input_grads(scene.args, survey.walk, scene.captures, scene.input_grads);
   scene.captures.clear();
   scene.stand_ins.clear();
 }
@@ -346,10 +371,10 @@ void run_input_pass(Scene& scene) {
                                static_cast<uint32_t>(roots.size())));
   make_groups(scene, survey);
   make_stand_ins(scene, survey);
+  make_runners(scene, survey);
   edit_edges(scene, survey);
-  watch_hooks(scene, survey);
   run(scene, survey);
-  scene.hooked.clear();
+  scene.runners.clear();
   hand_over(scene, survey);
 }
 

@@ -8,7 +8,6 @@
 #include <unordered_set>
 
 #include "core/pass/zbp_split.h"
-#include "shim/engine/hooked_node.h"
 #include "shim/engine/stand_in.h"
 #include "shim/input/zbp_input.h"
 #include "shim/torch/edits.h"
@@ -56,8 +55,8 @@ class Walk {
   /// True for a node that the graph has, or may have, twice.
   bool has_other_outputs(const Node& node) const { return input_outputs_.count(&node) != 0; }
 
-  /// The edges behind the inputs, in the order of InputPassArgs::inputs; invalid for a leaf that is
-  /// in no graph.
+  /// The edges behind the inputs, in the order of InputPassArgs::inputs; invalid for a
+  /// view that was made under no_grad.
   const edge_list& input_edges() const { return input_edges_; }
   /// The nodes of InputPassArgs::roots, in their order.
   const std::vector<uint32_t>& roots() const { return roots_; }
@@ -68,11 +67,13 @@ class Walk {
   void add_reachable();
   void mark_weights(const InputPassArgs& args);
   void warn_of_other_leaves() const;
-  void mark_weight(const InputPassArgs& args, uint32_t id, const at::Tensor& weight);
 
   edge_list input_edges_;
   // Of the inputs' nodes with several outputs: which of them are inputs.
   std::unordered_map<const Node*, SmallVector<uint32_t, 2>> input_outputs_;
+  // Of the inputs that are leaves: the accumulator that they have now. A graph may lead to another,
+  // if the memory was taken away since (.data on another device) and brought back.
+  std::unordered_map<const void*, const Node*> input_leaves_;
   std::vector<uint32_t> roots_;
   zbp_graph& graph_;
 };
@@ -83,6 +84,11 @@ using Captures = std::unordered_map<uint32_t, NodeRef<Capture>>;  // by the id o
 /// while other inputs' gradients, the caller's output gradients or a task share the storage.
 variable_list input_grads(const InputPassArgs& args, const Walk& walk, const Captures& captures,
                           const std::vector<GroupPtr>& groups);
+
+/// Adds these to the inputs' .grad, as torch's module has it: what is not there becomes the
+/// gradient itself. Runs the hooks that an ordinary backward would run behind the addition.
+void add_input_grads(const InputPassArgs& args, const Walk& walk, const Captures& captures,
+                     const variable_list& grads);
 
 struct Scene {
   /// However I ends, every edge is put back that has not been handed over, no stand-in keeps what
@@ -102,8 +108,8 @@ struct Scene {
 
   std::vector<GroupPtr> groups;
   Captures captures;
-  std::vector<NodeRef<StandIn>> stand_ins;  // of the split nodes, by id
-  std::vector<std::unique_ptr<HookedNode>> hooked;
+  std::vector<NodeRef<StandIn>> stand_ins;                // of the split nodes, by id
+  std::unordered_map<uint32_t, NodeRef<Runner>> runners;  // of nodes with hooks, by id
   EdgeEdits detours;  // to stand-ins: for good, once I has succeeded
   EdgeEdits cuts;     // all others: for the time of the run
 

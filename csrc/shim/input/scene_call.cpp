@@ -1,6 +1,5 @@
 // A call of I as the bindings make it: its arguments checked and converted; and its end.
 
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/variable.h>
@@ -109,34 +108,6 @@ void add_inputs(Scene& scene, PyObject* inputs) {
   }
 }
 
-/// As torch's module has it: an input's .grad becomes its gradient, or is added to in place.
-void set_grad(const at::Tensor& input, const at::Tensor& grad) {
-  if (!input.is_leaf() && input.retains_grad()) {
-    return;  // its own hook has done it
-  }
-  const at::AutoGradMode no_grad(false);
-  at::Tensor& sum = input.mutable_grad();
-  if (sum.defined()) {
-    sum.add_(grad);
-  } else {
-    sum = grad;
-  }
-  if (input.is_leaf()) {
-    if (const auto& hook = impl::post_acc_grad_hooks(input)) {
-      (*hook)(input);
-    }
-  }
-}
-
-void set_input_grads(const InputPassArgs& args, const variable_list& grads) {
-  std::unordered_set<const void*> seen;
-  for (size_t i = 0; i < grads.size(); ++i) {
-    if (grads[i].defined() && seen.insert(args.inputs[i].unsafeGetTensorImpl()).second) {
-      set_grad(args.inputs[i], grads[i]);
-    }
-  }
-}
-
 void add_arguments(Scene& scene, const zbp_input_args& given) {
   scene.args.policy = given.policy;
   scene.args.all_leaves = given.weights == Py_None;
@@ -172,7 +143,6 @@ PyObject* zbp_input_call(const zbp_input_args* given, zbp_wrap wrap, void* arg, 
       handed_over->owned = std::move(group);  // its own, until the Python object frees it
       append(groups, wrap(arg, handed_over));
     }
-    set_input_grads(scene.args, scene.input_grads);
     variable_list grads(static_cast<size_t>(PyTuple_GET_SIZE(given->inputs)));
     for (size_t i = 0; i < scene.position.size(); ++i) {
       grads[scene.position[i]] = std::move(scene.input_grads[i]);

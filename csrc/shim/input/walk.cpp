@@ -6,18 +6,7 @@
 
 namespace zbp {
 
-namespace {
-
-/// The edge along which gradients reach `tensor`. Unlike libtorch's gradient_edge() it makes no
-/// accumulator: a leaf that has none is in no graph.
-Edge existing_edge(const at::Tensor& tensor) {
-  if (!tensor.is_leaf()) {
-    return torch::autograd::impl::gradient_edge(tensor);
-  }
-  return Edge(torch::autograd::impl::try_get_grad_accumulator(tensor), 0);
-}
-
-}  // namespace
+using torch::autograd::AccumulateGrad;
 
 Walk::Walk(const InputPassArgs& args, zbp_graph& graph) : graph_(graph) {
   add_inputs(args);
@@ -48,9 +37,13 @@ uint32_t Walk::group_that_reads(uint32_t id, const zbp_plan& plan) const {
   return is_read ? plan.group[id] : ZBP_NONE;
 }
 
-/// See Note [Other outputs of an input's node].
+/// See Note [Other outputs of an input's node], and input_leaves_.
 const void* Walk::key_of(const Edge& edge) const {
-  const Node* node = edge.function.get();
+  Node* const node = edge.function.get();
+  if (const auto* accumulator = as<AccumulateGrad>(*node)) {
+    const auto leaf = input_leaves_.find(accumulator->variable.unsafeGetTensorImpl());
+    return leaf != input_leaves_.end() ? leaf->second : node;
+  }
   if (input_outputs_.empty()) {
     return node;
   }
@@ -63,14 +56,17 @@ const void* Walk::key_of(const Edge& edge) const {
 
 void Walk::add_inputs(const InputPassArgs& args) {
   for (const at::Tensor& input : args.inputs) {
-    const Edge& edge = input_edges_.emplace_back(existing_edge(input));
-    if (edge.is_valid()) {
-      uint32_t id = 0;
-      check_status(zbp_graph_add_node(&graph_, edge.function.get(), &id));
-      graph_.mark[id] |= ZBP_ROLE_INPUT;
-      if (edge.function->num_inputs() > 1) {
-        input_outputs_[edge.function.get()].push_back(edge.input_nr);
-      }
+    const Edge& edge = input_edges_.emplace_back(torch::autograd::impl::gradient_edge(input));
+    if (!edge.is_valid()) {
+      continue;  // a view that was made under no_grad
+    }
+    uint32_t id = 0;
+    check_status(zbp_graph_add_node(&graph_, edge.function.get(), &id));
+    graph_.mark[id] |= ZBP_ROLE_INPUT;
+    if (input.is_leaf()) {
+      input_leaves_.emplace(input.unsafeGetTensorImpl(), edge.function.get());
+    } else if (edge.function->num_inputs() > 1) {
+      input_outputs_[edge.function.get()].push_back(edge.input_nr);
     }
   }
 }
@@ -94,28 +90,22 @@ void Walk::add_reachable() {
 }
 
 void Walk::mark_weights(const InputPassArgs& args) {
-  if (args.all_leaves) {
-    for (uint32_t id = 0; id < graph_.node_count; ++id) {
-      if (typeid(node(id)) == typeid(torch::autograd::AccumulateGrad)) {
-        const at::Tensor& leaf = static_cast<torch::autograd::AccumulateGrad&>(node(id)).variable;
-        TORCH_CHECK(!leaf.grad_fn(),
-                    "leaf variable has been moved into the graph interior: ", describe(leaf),
-                    " was changed in place, since the forward, by something that needs a gradient; "
-                    "change weights under torch.no_grad(), and run the microbatch again");
-        mark_weight(args, id, leaf);
-      }
-    }
-    return;
-  }
-  bool is_any_here = args.weights.empty() || !args.frozen.empty();
+  std::unordered_set<const void*> listed;
   for (const at::Tensor& weight : args.weights) {
-    const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(weight);
-    uint32_t id = 0;
-    if (accumulator && zbp_map_find(&graph_.id_of, accumulator.get(), &id)) {
-      TORCH_CHECK(typeid(*accumulator) == typeid(torch::autograd::AccumulateGrad),
-                  "zbpipe: a weight of shape ", weight.sizes(), " accumulates through a ",
-                  accumulator->name(), ", which zbpipe does not know; expected AccumulateGrad");
-      mark_weight(args, id, weight);
+    listed.insert(weight.unsafeGetTensorImpl());
+  }
+  bool is_any_here = args.all_leaves || args.weights.empty() || !args.frozen.empty();
+  for (uint32_t id = 0; id < graph_.node_count; ++id) {
+    const auto* accumulator = as<AccumulateGrad>(node(id));
+    const void* const leaf = accumulator ? accumulator->variable.unsafeGetTensorImpl() : nullptr;
+    if (leaf && (args.all_leaves || listed.count(leaf))) {
+      TORCH_CHECK(
+          !accumulator->variable.grad_fn(),
+          "leaf variable has been moved into the graph interior: ", describe(accumulator->variable),
+          " was changed in place, since the forward, by something that needs a gradient; "
+          "change weights under torch.no_grad(), and run the microbatch again");
+      const bool is_excluded = args.policy.defer == ZBP_DEFER_NOTHING || args.excluded.count(leaf);
+      graph_.mark[id] |= ZBP_ROLE_WEIGHT | (is_excluded ? ZBP_ROLE_EXCLUDED : 0);
       is_any_here = true;
     }
   }
@@ -128,7 +118,7 @@ void Walk::mark_weights(const InputPassArgs& args) {
 void Walk::warn_of_other_leaves() const {
   int count = 0;
   for (uint32_t id = 0; id < graph_.node_count; ++id) {
-    count += !is_input(id) && typeid(node(id)) == typeid(torch::autograd::AccumulateGrad);
+    count += !is_input(id) && as<AccumulateGrad>(node(id));
   }
   if (count > 0 &&
       PyErr_WarnFormat(PyExc_UserWarning, 1,
@@ -139,12 +129,6 @@ void Walk::warn_of_other_leaves() const {
                        count) < 0) {
     throw_error();
   }
-}
-
-void Walk::mark_weight(const InputPassArgs& args, uint32_t id, const at::Tensor& weight) {
-  const bool is_excluded = args.policy.defer == ZBP_DEFER_NOTHING ||
-                           args.excluded.count(weight.unsafeGetTensorImpl()) != 0;
-  graph_.mark[id] |= ZBP_ROLE_WEIGHT | (is_excluded ? ZBP_ROLE_EXCLUDED : 0);
 }
 
 }  // namespace zbp

@@ -253,14 +253,16 @@ std::string describe(const Edge& edge) {
   if (metadata.is_cpp_nested_tensor()) {
     return "a nested tensor";
   }
-  return described(c10::typeMetaToScalarType(metadata.dtype()), metadata.shape_as_dim_vector(),
-                   metadata.device());
+  const auto type = metadata.grad_dtype();
+  return described(type.value_or(c10::typeMetaToScalarType(metadata.dtype())),
+                   metadata.shape_as_dim_vector(), metadata.device());
 }
 
 bool fits(const at::Tensor& grad, const Edge& edge) {
   const auto& metadata = edge.function->input_metadata(edge.input_nr);
   return metadata.is_cpp_nested_tensor() == (grad.is_nested() && !is_subclass(grad)) &&
-         metadata.is_same_shape(grad) && grad.dtype() == metadata.dtype() &&
+         metadata.is_same_shape(grad) &&
+         grad.scalar_type() == metadata.grad_dtype().value_or(grad.scalar_type()) &&
          grad.device() == metadata.device();
 }
 

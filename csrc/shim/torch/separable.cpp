@@ -74,6 +74,13 @@ std::optional<Separable> separate(Node& node) {
   }
   if (auto* n = as<gen::NativeGroupNormBackward0>(node)) {
     constexpr uint32_t all = bit(0) | bit(1) | bit(2);
+    // The CPU's kernel for channels-last memory writes the input's gradient also where nobody asks.
+    const auto input = n->input_.get_raw_data();
+    if (node.input_metadata(0).device().is_cpu() &&
+        !(input && input->defined() &&
+          input->suggest_memory_format() == c10::MemoryFormat::Contiguous)) {
+      return std::nullopt;
+    }
     return without_factors({{&n->input_, all, 0},
                             {&n->result1_, all},
                             {&n->result2_, all},

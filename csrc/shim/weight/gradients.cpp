@@ -6,7 +6,6 @@
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/generated/Functions.h>
-#include <torch/csrc/autograd/utils/grad_layout_contract.h>
 
 #include "shim/group/dtensor.h"
 #include "shim/group/facts.h"
@@ -68,19 +67,6 @@ at::Tensor turned(const Operand& operand) {
   return oriented(operand);
 }
 
-/// The gradient at the face as its edge expects it, laid out as the weight behind its path. A cast
-/// is left to whoever checks what arrives at the weight.
-at::Tensor at_weight(const Task& task, size_t f, at::Tensor grad) {
-  if (!zbp_layout_has_path(&task.plan(f))) {
-    return grad;
-  }
-  variable_list grads{std::move(grad)};
-  torch::autograd::validate_outputs({task.face[f].edge}, grads, [](const std::string& message) {
-    return "a weight task, on the way to its weight, returned an " + message;
-  });
-  return grads[0].defined() ? along_path(task, f, std::move(grads[0])) : grads[0];
-}
-
 /// The two matrices whose product is the gradient at a face, as the node's own backward multiplies
 /// them. For Y = A B: dA = dY Bᵀ, dB = Aᵀ dY, or both sides of that transposed. `is_transposed`:
 /// the gradient is the product transposed: the one at the weight, unless the path is viewed.
@@ -89,17 +75,15 @@ struct Factors {
   bool is_transposed;
 };
 
-Factors factors_of(const Task& task, const Product& product, const zbp_face& plan) {
+Factors factors_of(const Task& task, const Product& product, bool is_transposed) {
   const Operand grad{product.output_grad.tensor(), false};
   const Operand other{tensor_in(product.other), true};
   const auto [left, right] =
       product.weight_is_left ? std::pair(grad, other) : std::pair(other, grad);
   if (!is_multiplied_transposed(*task.node, product.weight_is_left)) {
-    return {left, right, plan.is_transposed};
+    return {left, right, is_transposed};
   }
-  return {{right.matrix, !right.is_transposed},
-          {left.matrix, !left.is_transposed},
-          !plan.is_transposed};
+  return {{right.matrix, !right.is_transposed}, {left.matrix, !left.is_transposed}, !is_transposed};
 }
 
 at::Tensor multiplied(const Task& task, const Product& product, const Factors& factors) {
@@ -190,7 +174,7 @@ bool add_in_place(const at::Tensor& grad, c10::ScalarType type, const Task& task
   if (task.plan(f).is_viewed) {
     return false;
   }
-  Factors factors = factors_of(task, product, task.plan(f));
+  Factors factors = factors_of(task, product, task.plan(f).is_transposed);
   Operand sum{grad, factors.is_transposed};
   if (is_subclass(grad) && !make_local(sum, factors.left, factors.right)) {
     return false;
@@ -248,9 +232,16 @@ void add_alone(Group& group, uint32_t number, zbp_how how) {
   }
   variable_list none;
   variable_list grad{face_grad(task, f, none)};
-  torch::autograd::validate_outputs(
-      {Edge(weight.accumulator, 0)}, grad,
-      [](const std::string& message) { return "a weight task returned an " + message; });
+  const auto check = [&grad](const Edge& edge) {
+    torch::autograd::validate_outputs({edge}, grad, [](const std::string& message) {
+      return "a weight task returned an " + message;
+    });
+  };
+  if (zbp_layout_has_path(&task.plan(f))) {
+    check(task.face[f].edge);
+    grad[0] = grad[0].defined() ? along_path(task, f, std::move(grad[0])) : at::Tensor();
+  }
+  check(Edge(weight.accumulator, 0));
   Kept* const kept = how.retain ? nullptr : only_kept_grad(task, f);
   accumulate(weight, std::exchange(grad[0], {}), kept);
   if (kept) {
@@ -266,19 +257,18 @@ at::Tensor face_grad(Task& task, size_t f, variable_list& outputs) {
     if (of->output_grad.tensor().defined() && (of->made.empty() || !of->made[slot].defined())) {
       of->made = convolved(task, *of);
     }
-    return at_weight(task, f, of->made.empty() ? at::Tensor() : std::exchange(of->made[slot], {}));
+    return of->made.empty() ? at::Tensor() : std::exchange(of->made[slot], {});
   }
   if (const Product* product = product_at(task, f)) {
-    const Factors factors = factors_of(task, *product, task.plan(f));
-    const at::Tensor grad = turned({multiplied(task, *product, factors), factors.is_transposed});
-    return task.plan(f).is_viewed ? along_path(task, f, grad) : grad;
+    const Factors factors = factors_of(task, *product, false);
+    return turned({multiplied(task, *product, factors), factors.is_transposed});
   }
   if (const auto* of_sum = std::get_if<Product>(&task.work)) {
     // The added matrix or bias; the engine's rules reduce it.
-    return at_weight(task, f, of_sum->output_grad.tensor());
+    return of_sum->output_grad.tensor();
   }
   return std::holds_alternative<Deferred>(task.work) ? std::move(outputs[task.plan(f).slot])
-                                                     : at_weight(task, f, given_grad(task, f));
+                                                     : given_grad(task, f);
 }
 
 void accumulate(Weight& weight, const at::Tensor& grad, Kept* kept) {
@@ -292,10 +282,8 @@ void accumulate(Weight& weight, const at::Tensor& grad, Kept* kept) {
     return;
   }
   at::Tensor& sum = accumulator.variable.mutable_grad();
-  const bool can_be_taken =
-      kept && kept->tensor().is_same(grad) && !sum.defined() && grad.has_storage() &&
-      grad.storage().use_count() == 1 &&
-      torch::autograd::utils::obeys_layout_contract(grad, accumulator.variable);
+  const bool can_be_taken = kept && kept->tensor().is_same(grad) && !sum.defined() &&
+                            grad.has_storage() && grad.storage().use_count() == 1;
   // Memory that somebody else has too (a view of what a task keeps, of the caller's own gradient)
   // must not be taken for the weight's own: with no reference expected it is copied.
   const bool is_shared = grad.has_storage() && grad.storage().use_count() > 1;

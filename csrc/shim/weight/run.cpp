@@ -2,7 +2,6 @@
 // it: Start -> task nodes -> (proxies of the nodes outside the closure) -> sinks.
 
 #include <ATen/record_function.h>
-#include <torch/csrc/autograd/anomaly_mode.h>
 
 #include "shim/engine/engine.h"
 #include "shim/weight/gradients.h"
@@ -102,12 +101,10 @@ class TaskNode : public Node {
 /// Their edges would have to lead to sinks. But the node may belong to other groups too, of other
 /// microbatches (a weight that was computed once, a cast in autocast's cache), whose I walks it or
 /// whose W runs it at the same moment. So the node's own edges are never touched.
-class Proxy : public InPlaceOf {
+class Proxy : public Runner {
  public:
-  Proxy(const Outside& outside, SharedPtr shared)
-      : InPlaceOf(ref_of(*outside.node), outside.node->sequence_nr()),
-        makes_input_(outside.makes_input),
-        shared_(std::move(shared)) {
+  Proxy(const Outside& outside, bool retain)
+      : Runner(*outside.node, !retain, /*track_views=*/false, outside.makes_input) {
     next_edges().resize(original_->next_edges().size());
   }
 
@@ -116,22 +113,10 @@ class Proxy : public InPlaceOf {
  protected:
   variable_list apply(variable_list&& grads) override {
     const AddedByKernels added(into_main_grad);
-    try {
-      variable_list outputs = run_node(*original_, *this, std::move(grads), !shared_->retain,
-                                       /*track_views=*/false, makes_input_);
-      added.drop(outputs);
-      return outputs;
-    } catch (...) {
-      if (torch::autograd::AnomalyMode::is_enabled()) {
-        original_->metadata()->print_stack(original_->name());
-      }
-      throw;
-    }
+    variable_list outputs = Runner::apply(std::move(grads));
+    added.drop(outputs);
+    return outputs;
   }
-
- private:
-  bool makes_input_;
-  SharedPtr shared_;
 };
 
 /// Takes the place of a weight's accumulator: receives the sum of all gradients of the weight, adds
@@ -244,7 +229,7 @@ struct Mirror {
     proxies.assign(group.outside.size(), nullptr);
     for (size_t o = 0; o < proxies.size(); ++o) {
       if (leads[o]) {
-        proxies[o] = make_node<Proxy>(group.outside[o], shared);
+        proxies[o] = make_node<Proxy>(group.outside[o], shared->retain);
         represented.push_back(group.outside[o].node);
       }
     }

@@ -299,20 +299,7 @@ void zbp_group_close(zbp_group* handle) {
   Group& group = group_of(handle);
   group.release();
   const auto weights = std::exchange(group.weights, {});
-  if (group.outputs.empty()) {
-    return;
-  }
-  // Others read what autograd knows of a tensor with the GIL and under no other lock.
-  const AcquireGil gil;
-  for (auto& output : std::exchange(group.outputs, {})) {
-    if (output.use_count() > 1) {
-      output.reset();  // another group reads it yet
-    } else if (auto tensor = output->lock()) {
-      zbp_error ignored{};  // then it keeps its history, which costs memory alone
-      kept_in(&ignored, [&] { detach_output(at::Tensor(std::move(tensor))); });
-      zbp_error_clear(&ignored);
-    }
-  }
+  group.detach_outputs();
 }
 
 void zbp_group_again(zbp_group* group) {
