@@ -61,7 +61,8 @@ class Policy:
             the gradient's dtype uses ``addmm_`` in either case.
         main_grad: True adds a weight's gradient to the weight's ``main_grad``, where there is one, and leaves ``.grad``
             alone. ``main_grad`` is a floating-point tensor of the weight's shape and device. The weight's
-            ``grad_added_to_main_grad`` becomes True, where there is one.
+            ``grad_added_to_main_grad`` becomes True, where there is one. Kernels that set it themselves may run for one
+            weight on one thread at a time.
 
     Raises:
         TypeError, ValueError: an attribute has none of these values.
