@@ -148,7 +148,7 @@ FUNCTION = re.compile(
 )
 BARRIER = re.compile(r"\b(guarded|guarded_object|kept_in|in_memory|barrier\.end)\(")
 # Behind no barrier: they free, read a flag or a clock, or hold a lock for that; called where no Python error may be set.
-OF_GROUPS = ("release", "again", "free", "traverse", "clear")
+OF_GROUPS = ("release", "close", "again", "free", "traverse", "clear")
 OF_TAPS = ("stop", "adopt", "adopt_storage", "feeds", "blocks", "tally")
 OF_TRACES = ("start", "stop", "here")
 CANNOT_THROW = {"zbp_add_handle", "zbp_add_storages", "zbp_error_clear", "zbp_error_raise", "zbp_weight_key"}

@@ -55,6 +55,9 @@ def end_backward(states: list[Any]) -> None:
     """Does what fully_shard does at the end of a backward: it reduces gradients, if its modules' flags say so. Within
     another backward it does so when that ends."""
     for root in states[:1]:  # none of a module that has never run
+        context = root._state_ctx
+        if getattr(context, "manual_backward_finalization_active", False) is None:  # torch 2.15: not since I's own end
+            context.manual_backward_finalization_active = context.manual_backward_finalization
         if torch._C._current_graph_task_id() == -1:
             root._root_post_backward_final_callback()
         else:

@@ -115,10 +115,12 @@ _RELEASES = {
     "set_local_bwd_input": "self next_stage_bwd_outputs mb_index",
     "clear_runtime_states": "self",
 }
+_CONTEXT = f"{_FSDP}._fsdp_state:FSDPStateContext"
+_FINALIZES = "manual_backward_finalization manual_backward_finalization_active"
 _SHARDED = (
     Thing("torch.distributed.fsdp:FSDPModule._get_fsdp_state", "function", ("self",)),
     *_attributes(_STATE, "_state_ctx"),
-    *_attributes(f"{_FSDP}._fsdp_state:FSDPStateContext", "all_states"),
+    *_attributes(_CONTEXT, "all_states"),
     *_attributes(_GROUP, "fsdp_params"),
     Thing(f"{_GROUP}.is_unsharded", "property"),
     *_functions(_GROUP, {"unshard": "self async_op", "wait_for_unshard": "self", "reshard": "self"}),
@@ -163,7 +165,8 @@ NEEDS = (
         Weight.SOME_NUMBERS,
         "the gradients of stages under fully_shard would be wrong",
         (
-            Way("2.12 to 2.15", (*_SHARDED, *_attributes(_STATE, "_fsdp_param_groups"))),
+            Way("2.15", (*_SHARDED, *_attributes(_STATE, "_fsdp_param_groups"), *_attributes(_CONTEXT, _FINALIZES))),
+            Way("2.12 to 2.14", (*_SHARDED, *_attributes(_STATE, "_fsdp_param_groups"))),
             Way("2.11", (*_SHARDED, *_attributes(_STATE, "_fsdp_param_group"))),
         ),
     ),

@@ -5,8 +5,8 @@
 
 namespace zbp {
 
-/// The gradient for face number `f`, on its edge; `outputs` are a deferred node's. Each is asked for
-/// once.
+/// The gradient for face number `f`, on its edge; `outputs` are a deferred node's. Each is asked
+/// for once.
 at::Tensor face_grad(Task& task, size_t f, variable_list& outputs);
 
 /// Adds `grad` to the weight's gradient, as its accumulator does, without any hook; or to its
