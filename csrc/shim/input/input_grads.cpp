@@ -106,10 +106,15 @@ class InputSink : public InPlaceOf {
   explicit InputSink(const at::Tensor& input)
       : InPlaceOf(impl::grad_accumulator(input), UINT64_MAX), input_(input) {}
 
-  /// Whether anybody could tell.
-  bool is_needed() const {
-    return input_.grad().defined() || impl::post_acc_grad_hooks(input_) ||
-           !original_->post_hooks().empty();
+  /// At once, where there is neither a sum, nor a hook, nor another thread. Else false.
+  bool adds_at_once(const at::Tensor& grad) {
+    const std::unique_lock<std::mutex> lock(NodeParts::mutex_of(*original_), std::try_to_lock);
+    if (!lock || input_.grad().defined() || impl::post_acc_grad_hooks(input_) ||
+        !original_->post_hooks().empty()) {
+      return false;
+    }
+    add_to(input_, grad);
+    return true;
   }
 
  protected:
@@ -136,8 +141,7 @@ variable_list input_grads(const InputPassArgs& args, const Walk& walk, const Cap
   variable_list grads;
   for (const Edge& edge : walk.input_edges()) {
     const at::Tensor* const found = captured(edge, walk, captures);
-    const at::Tensor grad = found ? *found : at::Tensor();
-    grads.push_back(grad.defined() && grad.requires_grad() ? grad.detach() : grad);
+    grads.push_back(!found ? at::Tensor() : found->requires_grad() ? found->detach() : *found);
   }
   const auto in_use = memory_in_use(args, grads, groups);
   const Holders holders = known_holders(args, grads, captures);
@@ -178,11 +182,9 @@ void add_input_grads(const InputPassArgs& args, const Walk& walk, const Captures
       if (!input.retains_grad()) {  // else its own hook has done it
         add_to(input, grads[i]);
       }
-    } else if (auto sink = make_node<InputSink>(input); sink->is_needed()) {
+    } else if (auto sink = make_node<InputSink>(input); !sink->adds_at_once(grads[i])) {
       sinks.emplace_back(std::move(sink), 0);
       of_sinks.push_back(grads[i]);
-    } else {
-      add_to(input, grads[i]);
     }
   }
   if (!sinks.empty()) {

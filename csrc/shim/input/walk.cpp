@@ -40,7 +40,7 @@ uint32_t Walk::group_that_reads(uint32_t id, const zbp_plan& plan) const {
 /// See Note [Other outputs of an input's node], and input_leaves_.
 const void* Walk::key_of(const Edge& edge) const {
   Node* const node = edge.function.get();
-  if (const auto* accumulator = as<AccumulateGrad>(*node)) {
+  if (const auto* accumulator = node ? as<AccumulateGrad>(*node) : nullptr) {
     const auto leaf = input_leaves_.find(accumulator->variable.unsafeGetTensorImpl());
     return leaf != input_leaves_.end() ? leaf->second : node;
   }
