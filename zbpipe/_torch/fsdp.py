@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -55,13 +56,18 @@ def end_backward(states: list[Any]) -> None:
     """Does what fully_shard does at the end of a backward: it reduces gradients, if its modules' flags say so. Within
     another backward it does so when that ends."""
     for root in states[:1]:  # none of a module that has never run
-        context = root._state_ctx
-        if getattr(context, "manual_backward_finalization_active", False) is None:  # torch 2.15: not since I's own end
-            context.manual_backward_finalization_active = context.manual_backward_finalization
+        end = functools.partial(_end, root)
         if torch._C._current_graph_task_id() == -1:
-            root._root_post_backward_final_callback()
+            end()
         else:
-            torch.autograd.Variable._execution_engine.queue_callback(root._root_post_backward_final_callback)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+
+
+def _end(root: Any) -> None:
+    context = root._state_ctx
+    if getattr(context, "manual_backward_finalization_active", False) is None:  # torch 2.15, since the end before
+        context.manual_backward_finalization_active = context.manual_backward_finalization
+    root._root_post_backward_final_callback()
 
 
 def _all_states() -> list[Any]:
