@@ -22,7 +22,7 @@ MUTANTS = {
     "the other one waits": (KEPT, "second.wait(done);", "first.wait(done);", "streams"),
     "events of the wrong stream": (KEPT, "done.record(first);", "done.record(second);", "streams"),
     "what is kept on another stream is not waited for": (KEPT, "    order(*stream_, here);\n", "", "streams"),
-    "the allocator is not told of what is read elsewhere": (KEPT, "  record(tensor_, here);\n", "", "streams"),
+    "the allocator is not told of what is read elsewhere": (KEPT, "  record_here(tensor_);\n", "", "streams"),
     "a capture waits for what is outside": (KEPT, "stream != callers && (", "stream != callers || (", "devices"),
     "W adds where the accumulator is not": (CALL, "kept.stream() != stream", "kept.stream() != kept.stream()", "pairs"),
     "what I unpacks is not waited for": (
@@ -39,7 +39,7 @@ MUTANTS = {
     ),
     "the allocator is not told of an input gradient's copy": (
         "csrc/shim/input/input_grads.cpp",
-        "      record(grads[i], *here);",
+        "    record_here(grads[i]);",
         "",
         "pairs",
     ),
