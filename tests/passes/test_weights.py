@@ -518,7 +518,7 @@ def test_what_leads_to_a_weight(name, choices):
 
 
 @needs_zbpipe
-@pytest.mark.skipif(not hasattr(torch.autograd, "enforce_grad_layout_policy"), reason="torch 2.11 enforces it always")
+@pytest.mark.skipif(not hasattr(torch.autograd, "enforce_grad_layout_policy"), reason="this torch enforces it always")
 def test_a_grad_keeps_its_strides_where_torch_enforces_no_layout():
     u, strides = torch.randn(3, 4), []
     for is_split in (False, True):
