@@ -164,7 +164,7 @@ def _import() -> None:
         for name in (pipelining.BACKWARD, *pipelining.IMPORTERS, pipelining.SCHEDULES):
             importlib.import_module(name)
     except ImportError as error:
-        raise RuntimeError(f"torch {torch.__version__} has no module {error.name}; {_ADVICE}") from error
+        raise RuntimeError(f"torch {torch.__version__} has no module {error.name}; {probe.ADVICE}.") from error
 
 
 def _rebind(release_outputs: bool | None) -> None:
@@ -221,20 +221,17 @@ def _originals() -> dict[str, places.Function]:
     if differences:
         raise RuntimeError(
             f"zbpipe cannot patch this torch, whose {pipelining.BACKWARD} it does not know: {'; '.join(differences)}; "
-            f"{_ADVICE}"
+            f"{probe.ADVICE}."
         )
     theirs = vars(importlib.import_module(pipelining.BACKWARD))
     return {name: theirs[name] for name in pipelining.REPLACED if name in theirs}
-
-
-_ADVICE = "use a torch that zbpipe knows, or a newer zbpipe."
 
 
 def _refuse_unknown() -> None:
     """Refuses a torch with which gradients would be wrong. Raises RuntimeError."""
     for need in ("stages", "the scale of main_grad") if get_policy().main_grad else ("stages",):
         if refusal := probe.refusal(need):
-            raise RuntimeError(f"zbpipe cannot patch torch {torch.__version__}, with which {refusal}; {_ADVICE}")
+            raise RuntimeError(f"zbpipe cannot patch torch {torch.__version__}, with which {refusal}; {probe.ADVICE}.")
 
 
 def _warn_of_unknown() -> None:

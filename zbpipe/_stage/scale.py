@@ -14,8 +14,8 @@ def check_main_grad() -> None:
     """Raises RuntimeError where the patched torch would not scale main_grad."""
     if state.in_force and (refusal := probe.refusal("the scale of main_grad")):
         raise RuntimeError(
-            f"policy(main_grad=True) cannot be used while torch {torch.__version__} is patched: with it {refusal}; use "
-            "a torch that zbpipe knows, or a newer zbpipe."
+            f"policy(main_grad=True) cannot be used while torch {torch.__version__} is patched: with it {refusal}; "
+            f"{probe.ADVICE}."
         )
 
 

@@ -26,10 +26,9 @@ from zbpipe import _C
 from zbpipe._policy import Policy
 from zbpipe._stage import formulas
 from zbpipe._tasks import tasks_of
-from zbpipe._torch import autograd, checkpoint
+from zbpipe._torch import autograd, checkpoint, probe
 
 _ATTEMPTS = 3
-_ADVICE = "use a torch that zbpipe knows, or a newer zbpipe"
 
 _found: dict[Callable[[], str], str] = {}  # what the checks that were made say: "" where all is as expected
 _failures = 0
@@ -40,7 +39,7 @@ _said: dict[str, None] = {}
 def require(policy: Policy) -> None:
     """Before an I. Raises RuntimeError for a torch whose graphs zbpipe cannot read."""
     if unseen := look():
-        raise RuntimeError(f"zbpipe cannot split a backward with torch {torch.__version__}: {unseen}; {_ADVICE}")
+        raise RuntimeError(f"zbpipe cannot split a backward with torch {torch.__version__}: {unseen}; {probe.ADVICE}")
     if policy.checkpoint == "recompute" and (lost := look_at_regions()):
         raise RuntimeError(
             f'policy(checkpoint="recompute") cannot be used with torch {torch.__version__}: {lost}; use '
@@ -109,7 +108,7 @@ def _formulas_and_getters() -> str:
     for node_type, how in formulas.disagreeing().items():
         _C.distrust(node_type)
         instead = "its nodes run whole in I" if node_type in formulas.SAVED else "autograd's engine runs its nodes in W"
-        _unsaid.append(f"{node_type} of torch {torch.__version__} {how}; {instead}; {_ADVICE}")
+        _unsaid.append(f"{node_type} of torch {torch.__version__} {how}; {instead}; {probe.ADVICE}")
     x, v, w = (torch.ones(2, 2, dtype=torch.float64, device="cpu", requires_grad=True) for _ in range(3))
     groups = formulas.split([x.mm(v * w)], [torch.ones_like(x)], [x], [v, w])
     # The node between W's product and its weights has saved both of these.

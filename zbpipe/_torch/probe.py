@@ -30,6 +30,8 @@ from zbpipe._torch.needs import NEEDS, Need, Thing, Way
 
 _MISSING = object()
 
+ADVICE = "use a torch that zbpipe knows, or a newer zbpipe"  # where a need is not met
+
 
 class Row(NamedTuple):
     """A row of the report: a thing, the expected and the found state, and the need of it."""

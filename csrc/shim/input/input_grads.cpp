@@ -100,38 +100,38 @@ void add_to(const at::Tensor& input, const at::Tensor& grad) {
   }
 }
 
+/// At once, where there is neither a sum, nor a hook, nor another thread. Else false.
+bool adds_at_once(const at::Tensor& leaf, Node& accumulator, const at::Tensor& grad) {
+  const std::unique_lock<std::mutex> lock(NodeParts::mutex_of(accumulator), std::try_to_lock);
+  if (!lock || leaf.grad().defined() || impl::post_acc_grad_hooks(leaf) ||
+      !accumulator.post_hooks().empty()) {
+    return false;
+  }
+  add_to(leaf, grad);
+  return true;
+}
+
 /// Takes the place of a leaf's accumulator behind the capture: on its stream, under its lock.
 class InputSink : public InPlaceOf {
  public:
-  explicit InputSink(const at::Tensor& input)
-      : InPlaceOf(impl::grad_accumulator(input), UINT64_MAX), input_(input) {}
-
-  /// At once, where there is neither a sum, nor a hook, nor another thread. Else false.
-  bool adds_at_once(const at::Tensor& grad) {
-    const std::unique_lock<std::mutex> lock(NodeParts::mutex_of(*original_), std::try_to_lock);
-    if (!lock || input_.grad().defined() || impl::post_acc_grad_hooks(input_) ||
-        !original_->post_hooks().empty()) {
-      return false;
-    }
-    add_to(input_, grad);
-    return true;
-  }
+  InputSink(const at::Tensor& leaf, NodePtr accumulator)
+      : InPlaceOf(std::move(accumulator), UINT64_MAX), leaf_(leaf) {}
 
  protected:
   variable_list apply(variable_list&& grads) override {
     {
       const std::lock_guard<std::mutex> lock(NodeParts::mutex_of(*original_));
-      add_to(input_, grads[0]);
+      add_to(leaf_, grads[0]);
     }
-    if (const auto& hook = impl::post_acc_grad_hooks(input_)) {
-      (*hook)(input_);
+    if (const auto& hook = impl::post_acc_grad_hooks(leaf_)) {
+      (*hook)(leaf_);
     }
     call_post_hooks(*original_, {}, grads);
     return {};
   }
 
  private:
-  const at::Tensor input_;
+  const at::Tensor leaf_;
 };
 
 }  // namespace
@@ -174,16 +174,16 @@ void add_input_grads(const InputPassArgs& args, const Walk& walk, const Captures
   variable_list of_sinks;
   for (size_t i = 0; i < grads.size(); ++i) {
     const at::Tensor& input = args.inputs[i];
-    if (!captured(walk.input_edges()[i], walk, captures) ||
-        !seen.insert(input.unsafeGetTensorImpl()).second) {
+    const Edge& edge = walk.input_edges()[i];
+    if (!captured(edge, walk, captures) || !seen.insert(input.unsafeGetTensorImpl()).second) {
       continue;
     }
     if (!input.is_leaf()) {
       if (!input.retains_grad()) {  // else its own hook has done it
         add_to(input, grads[i]);
       }
-    } else if (auto sink = make_node<InputSink>(input); !sink->adds_at_once(grads[i])) {
-      sinks.emplace_back(std::move(sink), 0);
+    } else if (!adds_at_once(input, *edge.function, grads[i])) {
+      sinks.emplace_back(make_node<InputSink>(input, edge.function), 0);
       of_sinks.push_back(grads[i]);
     }
   }

@@ -20,7 +20,7 @@ struct InputPassArgs {
   std::vector<Edge> roots;                   // where the backward starts
   variable_list root_grads;                  // one per root, defined
   std::vector<at::Tensor> inputs;            // those that require a gradient
-  std::vector<at::Tensor> weights;           // ignored when `all_leaves`
+  std::unordered_set<const void*> weights;   // their identities; ignored when `all_leaves`
   std::vector<at::Tensor> frozen;            // weights that require no gradient
   std::unordered_set<const void*> excluded;  // identities of weights whose gradients I computes
   variable_list outputs;  // the output tensors that have a history, to be detached

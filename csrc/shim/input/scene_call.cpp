@@ -78,7 +78,11 @@ void add_weight(InputPassArgs& args, size_t i, PyObject* weight) {
     refuse(PyExc_ValueError, "weights[", i, "] of ", describe(*tensor),
            " is not a leaf; pass the parameters that it is computed from");
   }
-  (tensor->requires_grad() ? args.weights : args.frozen).push_back(*tensor);
+  if (tensor->requires_grad()) {
+    args.weights.insert(tensor->unsafeGetTensorImpl());
+  } else {
+    args.frozen.push_back(*tensor);
+  }
 }
 
 void add_outputs(InputPassArgs& args, PyObject* outputs, PyObject* grads) {

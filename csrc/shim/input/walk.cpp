@@ -90,15 +90,11 @@ void Walk::add_reachable() {
 }
 
 void Walk::mark_weights(const InputPassArgs& args) {
-  std::unordered_set<const void*> listed;
-  for (const at::Tensor& weight : args.weights) {
-    listed.insert(weight.unsafeGetTensorImpl());
-  }
   bool is_any_here = args.all_leaves || args.weights.empty() || !args.frozen.empty();
   for (uint32_t id = 0; id < graph_.node_count; ++id) {
     const auto* accumulator = as<AccumulateGrad>(node(id));
     const void* const leaf = accumulator ? accumulator->variable.unsafeGetTensorImpl() : nullptr;
-    if (leaf && (args.all_leaves || listed.count(leaf))) {
+    if (leaf && (args.all_leaves || args.weights.count(leaf))) {
       TORCH_CHECK(
           !accumulator->variable.grad_fn(),
           "leaf variable has been moved into the graph interior: ", describe(accumulator->variable),
