@@ -1,4 +1,4 @@
-"""Bytes, FLOPs, tables and wrong arguments as text."""
+"""Bytes, FLOPs, tables, names and wrong arguments as text."""
 
 from __future__ import annotations
 
@@ -29,6 +29,12 @@ def refuse_what_runs_later(function: Any) -> None:
 def described(tensor: Any) -> str:
     """A tensor as "float32 [3, 4]"."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def enumeration(names: Sequence[str]) -> str:
+    """The first three, and how many more there are."""
+    more = len(names) - 3
+    return ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")
 
 
 class Unit(NamedTuple):

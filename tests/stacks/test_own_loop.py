@@ -101,6 +101,24 @@ def exclude_a_shard():
     assert held == [4 * (WIDTH * WIDTH + WIDTH)], held
 
 
+def refuse_main_grad():
+    """fully_shard would reduce .grad alone. With the other policy the same groups are run."""
+    _, model = models(Block, None)
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    for name, weight in model.named_parameters():
+        if name == "1.weight":
+            weight.main_grad = torch.zeros(weight.shape)
+    _, groups = zbpipe.stage_backward_input([model(x)], [torch.ones(4, WIDTH)], [x], None)
+    with (
+        zbpipe.policy(main_grad=True),
+        pytest.raises(RuntimeError, match=r"main_grad of float32 \[.*, and fully_shard"),
+    ):
+        zbpipe.stage_backward_weight(None, groups)
+    assert all(weight.grad is None for weight in model.parameters())
+    zbpipe.stage_backward_weight(None, groups)
+    assert all(weight.grad is not None for weight in model.parameters())
+
+
 RUNS = {
     "one microbatch": {"count": 1},
     "three, each reduced": {},
@@ -118,6 +136,7 @@ RUNS = {
 }
 CASES = {name: Case(functools.partial(compare, **options)) for name, options in RUNS.items()}
 CASES["an excluded shard"] = Case(exclude_a_shard)
+CASES["main_grad"] = Case(refuse_main_grad)
 ranks = ranks_of(__file__, CASES, world=2)
 
 

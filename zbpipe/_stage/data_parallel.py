@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from zbpipe._stage import backward, ddp, fsdp, handover
+from zbpipe._stage import backward, ddp, fsdp, handover, scale
 from zbpipe._torch import probe
 from zbpipe._torch.ddp import is_ddp, replicate_state
 from zbpipe._torch.fsdp import is_sharded
@@ -55,14 +55,14 @@ def backward_maybe_with_nosync(
             self, bwd_kwargs["stage_output"], bwd_kwargs["output_grads"], bwd_kwargs["input_values"]
         )
     if is_ddp(self.submod):
-        ddp.refuse_main_grad(self, "DistributedDataParallel")
+        scale.refuse_reducer(self.submod.named_parameters(), f"stage {self.stage_index}", "DistributedDataParallel")
         if backward_type != "input":
             with ddp.contributing(self, backward_type, bwd_kwargs, last_backward) as (bwd_kwargs, last_backward):
                 return original(self, backward_type, bwd_kwargs, last_backward=last_backward)
         with ddp.adding_nothing(self):
             return original(self, backward_type, bwd_kwargs, last_backward=last_backward)
     if shards := is_sharded(self.submod):
-        ddp.refuse_main_grad(self, "fully_shard")
+        scale.refuse_reducer(self.submod.named_parameters(), f"stage {self.stage_index}", "fully_shard")
     if backward_type == "full" or not shards:
         return original(self, backward_type, bwd_kwargs, last_backward=last_backward)
     with fsdp.around(self.submod, backward_type, bwd_kwargs.get("param_groups", ())):

@@ -11,8 +11,8 @@ import torch
 from torch.autograd.graph import GradientEdge
 from torch.nn.parallel import DistributedDataParallel
 
-from zbpipe._policy import get_policy
-from zbpipe._torch import ddp, fsdp
+from zbpipe._formatting import enumeration
+from zbpipe._torch import ddp
 from zbpipe._torch.autograd import leaves_behind, version_of
 
 
@@ -86,23 +86,9 @@ def _refuse_unused(stage: Any, param_groups: Iterable[Any]) -> None:
     ]
     if missing:
         raise RuntimeError(
-            f"the step's last microbatch does not use {_enumeration(missing)} of stage {stage.stage_index}, and "
+            f"the step's last microbatch does not use {enumeration(missing)} of stage {stage.stage_index}, and "
             "DistributedDataParallel waits for their gradients: make it with find_unused_parameters=True"
         )
-
-
-def refuse_main_grad(stage: Any, reducer: str) -> None:
-    """Raises RuntimeError where the policy has gradients in ``main_grad``, which DDP or fully_shard does not reduce."""
-    if get_policy().main_grad:
-        shards = {whole: shard for shard, whole in fsdp.gathered().items()}  # the module may have either now
-        named = [(name, shards.get(w, w)) for name, w in stage.submod.named_parameters()]
-        names = [name for name, weight in named if getattr(weight, "main_grad", None) is not None]
-        if names:
-            raise RuntimeError(
-                f"policy(main_grad=True) adds to the main_grad of {_enumeration(names)} of stage {stage.stage_index}, "
-                f"and {reducer} reduces .grad alone; use one of the two: policy(main_grad=False), or data parallelism "
-                "that owns main_grad, as Megatron's does"
-            )
 
 
 @contextlib.contextmanager
@@ -114,7 +100,7 @@ def adding_nothing(stage: Any) -> Iterator[None]:
     added = [name for (name, weight), mark in zip(weights.items(), before, strict=True) if _mark(weight.grad) != mark]
     if added:
         raise RuntimeError(
-            f"the input pass of stage {stage.stage_index} has added to the gradients of {_enumeration(added)}, as a "
+            f"the input pass of stage {stage.stage_index} has added to the gradients of {enumeration(added)}, as a "
             "checkpoint with use_reentrant=True does, and DistributedDataParallel would not reduce all gradients; "
             "checkpoint with use_reentrant=False, or apply fully_shard"
         )
@@ -122,8 +108,3 @@ def adding_nothing(stage: Any) -> Iterator[None]:
 
 def _mark(grad: torch.Tensor | None) -> tuple[int, int] | None:
     return None if grad is None else (id(grad), version_of(grad))
-
-
-def _enumeration(names: list[str]) -> str:
-    more = len(names) - 3
-    return ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")

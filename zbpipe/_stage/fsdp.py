@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from zbpipe._C import ParamGroup
-from zbpipe._stage import handover
+from zbpipe._formatting import described
+from zbpipe._stage import handover, scale
 from zbpipe._torch import fsdp
 
 
@@ -25,8 +26,11 @@ def around(module: Any, backward_type: str, param_groups: Iterable[Any]) -> Iter
 
 
 def around_own(param_groups: Iterable[ParamGroup]) -> contextlib.AbstractContextManager[None]:
-    """A context for W in a loop of one's own."""
-    states = fsdp.states_of(weight for group in param_groups for weight in served_by(group))
+    """A context for W in a loop of one's own. Raises RuntimeError."""
+    weights = [weight for group in param_groups for weight in served_by(group)]
+    states = fsdp.states_of(weights)
+    if states:
+        scale.refuse_reducer(((described(weight), weight) for weight in weights), "these groups", "fully_shard")
     return _around_weight_pass(states, param_groups) if states else contextlib.nullcontext()
 
 

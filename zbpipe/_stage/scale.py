@@ -1,13 +1,16 @@
-"""The scale of gradients: a schedule's division by the number of microbatches must reach ``main_grad``, too."""
+"""What a schedule or a reducer does to ``.grad``, where the policy has gradients in ``main_grad``.
 
-from collections.abc import Callable
+A schedule's division by the number of microbatches must reach ``main_grad``, too. A reducer does not reduce it."""
+
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
+from zbpipe._formatting import enumeration
 from zbpipe._policy import get_policy
 from zbpipe._stage import state
-from zbpipe._torch import probe
+from zbpipe._torch import fsdp, probe
 
 
 def check_main_grad() -> None:
@@ -17,6 +20,19 @@ def check_main_grad() -> None:
             f"policy(main_grad=True) cannot be used while torch {torch.__version__} is patched: with it {refusal}; "
             f"{probe.ADVICE}."
         )
+
+
+def refuse_reducer(weights: Iterable[tuple[str, Any]], module: str, reducer: str) -> None:
+    """Raises RuntimeError where these weights, with their names, have a ``main_grad`` that the policy adds to."""
+    if get_policy().main_grad:
+        shards = {whole: shard for shard, whole in fsdp.gathered().items()}  # the module may have either now
+        names = [name for name, weight in weights if getattr(shards.get(weight, weight), "main_grad", None) is not None]
+        if names:
+            raise RuntimeError(
+                f"policy(main_grad=True) adds to the main_grad of {enumeration(names)} of {module}, and {reducer} "
+                "reduces .grad alone; use one of the two: policy(main_grad=False), or data parallelism that owns "
+                "main_grad, as Megatron's does"
+            )
 
 
 def scale_grads(original: Callable[..., Any], self: Any, grad_scale_factor: int) -> Any:
