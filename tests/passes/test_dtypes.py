@@ -178,16 +178,16 @@ def test_anomaly_mode():
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled", "ignore:Error detected in")
 @needs_zbpipe
 @pytest.mark.parametrize(
-    ("forward", "value", "node"),
-    [(lambda m, x: (x * 0.0).sqrt() @ m.a * 0.0, 0.0, "Sqrt"), (lambda m, x: x @ m.a * 0.0, torch.inf, "Mm")],
+    ("forward", "value", "node", "number"),
+    [(lambda m, x: (x * 0.0).sqrt() @ m.a * 0.0, 0.0, "Sqrt", 0), (lambda m, x: x @ m.a * 0.0, torch.inf, "Mm", 1)],
     ids=["input pass", "weight pass"],
 )
-def test_anomaly_mode_finds_a_nan(forward, value, node):
+def test_anomaly_mode_finds_a_nan(forward, value, node, number):
     with torch.autograd.detect_anomaly():
         m = Stage(forward, a=(4, 4))
         with pytest.raises(RuntimeError) as failure:
             oracle.both_passes(m, torch.full((3, 4), value, dtype=f64, requires_grad=True))
-    assert f"{node}Backward0' returned nan values" in str(failure.value.__cause__ or failure.value)
+    assert f"{node}Backward0' returned nan values in its {number}th output" in str(failure.value.__cause__ or failure.value)
     assert m.a.grad is None
 
 

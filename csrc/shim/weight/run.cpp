@@ -62,6 +62,7 @@ class TaskNode : public Node {
     } else {
       add_input_metadata(undefined_input());
     }
+    next_edges().resize(group_->layout.face[group_->tasks[task_].plan().face_end - 1].slot + 1);
   }
 
   // A group that is complete has no tasks any more.
@@ -80,10 +81,11 @@ class TaskNode : public Node {
     if (task.kind() == ZBP_TASK_DEFERRED) {
       outputs = run_deferred(task);
     }
-    for (size_t f = 0; f < grads.size(); ++f) {
-      if (next_edge(f).is_valid()) {
+    for (size_t f = 0; f < task.face.size(); ++f) {
+      const uint32_t slot = task.plan(f).slot;
+      if (next_edge(slot).is_valid()) {
         run_works_for(*group_, task, f, shared_->retain);
-        grads[f] = face_grad(task, f, outputs);
+        grads[slot] = face_grad(task, f, outputs);
       }
     }
     return grads;
@@ -260,8 +262,8 @@ struct Mirror {
     const Task& task = group->tasks[t];
     bool is_wanted = false;
     for (size_t f = 0; f < task.face.size(); ++f) {
-      Edge& edge = node->next_edges().emplace_back();
       const zbp_face& plan = task.plan(f);
+      Edge& edge = node->next_edges()[plan.slot];
       if (plan.weight < 0 && proxies[plan.outside]) {
         edge = Edge(proxies[plan.outside], task.face[f].edge.input_nr);
       } else if (plan.weight >= 0 &&
