@@ -627,6 +627,44 @@ def will_defer(weights):
     return _C.defer(None, weights, ())
 
 
+FORMS = {
+    "a tensor for a tuple": ((1,), lambda dw: dw, lambda got: got[0]),
+    "a tuple for a position": (1, lambda dw: (dw,), lambda got: got),
+    "a list": ((1,), lambda dw: [dw], lambda got: got[0]),
+    "None for a tuple": ((1,), lambda dw: None, lambda got: got[0]),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it traces a Function
+@pytest.mark.parametrize("form", FORMS)
+def test_what_the_function_returns_may_have_each_form_also_where_it_is_compiled(form):
+    weights, given, taken = FORMS[form]
+
+    class Product(Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return x @ w
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, w = ctx.saved_tensors
+            return grad @ w.mT, taken(zbpipe.defer(lambda x, grad: given(x.mT @ grad), weights, (x, grad)))
+
+    def run(x, w):
+        return Product.apply(x, w).sin()
+
+    def gradients(run):
+        return torch.autograd.grad(run(x, w).sum(), [x, w], allow_unused=True)
+
+    torch._dynamo.reset()
+    x, w = fresh(), weight(4, 4)
+    expected = gradients(run)
+    assert (expected[1] is None) == form.startswith("None")
+    for compiler in (torch.compile, zbpipe.compile):
+        torch.testing.assert_close(gradients(compiler(run, backend="aot_eager")), expected)
+
+
 def test_without_a_backward_the_function_is_called():
     assert torch.equal(zbpipe.defer(torch.neg, 1, (torch.ones(2),)), -torch.ones(2))
     assert zbpipe.defer(lambda: None, (0, 1)) == (None, None)

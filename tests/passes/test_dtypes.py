@@ -187,7 +187,9 @@ def test_anomaly_mode_finds_a_nan(forward, value, node, number):
         m = Stage(forward, a=(4, 4))
         with pytest.raises(RuntimeError) as failure:
             oracle.both_passes(m, torch.full((3, 4), value, dtype=f64, requires_grad=True))
-    assert f"{node}Backward0' returned nan values in its {number}th output" in str(failure.value.__cause__ or failure.value)
+    assert f"{node}Backward0' returned nan values in its {number}th output" in str(
+        failure.value.__cause__ or failure.value
+    )
     assert m.a.grad is None
 
 

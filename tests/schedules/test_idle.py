@@ -117,6 +117,10 @@ SILENT = {
     "work handed over": (lambda: Of(through(functions.Handing)), {}),
     "a fifth": (lambda: Of(through(Product), 4, linear=linear()), {}),
     "no matrix": (lambda: nn.BatchNorm1d(N), {}),
+    "a lazy module that is not used": (
+        lambda: Of(lambda m, x: m.linear(x), 0, linear=linear(), lazy=nn.LazyLinear(N)),
+        {},
+    ),
     "an embedding": (
         lambda: Of(lambda m, x: x + m.table(torch.arange(2)), 0, table=nn.Embedding(64, N)),
         {},

@@ -9,6 +9,7 @@ import torch
 from zbpipe import _C
 from zbpipe._formatting import argument
 from zbpipe._torch import autograd
+from zbpipe._work import gradients_in
 
 
 def defer(
@@ -70,7 +71,9 @@ def defer(
         NVIDIA/Megatron-LM 2999, 6697.
     """
     if torch.compiler.is_compiling():
-        return function(*saved)
+        count = len(weights) if isinstance(weights, tuple) else 0 if weights is None else 1
+        grads = gradients_in(function(*saved), count)
+        return tuple(grads) if isinstance(weights, tuple) else grads[0] if grads else None
     if not callable(function):
         raise TypeError(
             f"function is {argument(function)}; expected a callable that returns the gradients of the weights"

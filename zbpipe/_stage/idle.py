@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from zbpipe._C import ParamGroup
 from zbpipe._formatting import in_words
@@ -93,7 +94,7 @@ def word(groups: Iterable[ParamGroup], inner: Iterable[torch.Tensor]) -> str:
 
 
 def _matrices(weights: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    return (weight for weight in weights if weight.dim() > 1)
+    return (weight for weight in weights if not is_lazy(weight) and weight.dim() > 1)  # an unused lazy one has no shape
 
 
 def _elements(weights: Iterable[torch.Tensor]) -> int:
