@@ -77,10 +77,7 @@ class TaskNode : public Node {
     Task& task = group_->tasks[task_];
     std::optional<c10::Stream> ordered;
     for_each_kept(task, [&](const Kept& kept, auto&&...) { kept.bring_here(ordered); });
-    variable_list outputs;
-    if (task.kind() == ZBP_TASK_DEFERRED) {
-      outputs = run_deferred(task);
-    }
+    variable_list outputs = task.kind() == ZBP_TASK_DEFERRED ? run_deferred(task) : variable_list();
     for (size_t f = 0; f < task.face.size(); ++f) {
       const uint32_t slot = task.plan(f).slot;
       if (next_edge(slot).is_valid()) {
