@@ -11,7 +11,8 @@ from support.leaks import collects
 from torch import nn
 
 from zbpipe._torch import allocator  # memory that is not the CPU allocator's, as CUDA's, without CUDA
-from zbpipe.leaks import Growth
+from zbpipe.leaks import Growth, _growth  # how long its looks take
+from zbpipe.leaks._search import natives_now
 from zbpipe.leaks._verdict import enough, rises  # rows of a hundred thousand steps
 
 KEPT = []
@@ -273,13 +274,17 @@ def test_other_memory_is_counted_by_its_storages_and_by_the_steps_that_made_them
     ],
     ids=["deepcopy", "numpy", "storage"],
 )
-def test_memory_that_goes_past_the_allocator_grows(make, every):
-    kept = []
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_memory_that_goes_past_the_allocator_grows(make, every, is_slow, monkeypatch):
+    kept, looks = [], []
+    monkeypatch.setattr(_growth, "natives_now", lambda: looks.append(1) or natives_now())
+    monkeypatch.setattr(_growth, "perf_counter", lambda: 100.0 * len(looks) if is_slow else 0.0)
     with Growth() as growth:
         for number in range(60):
             if number % every == 0:
                 kept.append(make())
             growth.step()
+        assert len(looks) == (10 if is_slow else 60)
         (group,) = growth.grown()
         assert len(group.leaks) > 40 // every
         assert "variable kept of " in next(line for line in group.held_by if line.startswith(">>"))

@@ -319,6 +319,29 @@ def test_os_exit_reports_first(given, status, tmp_path):
     assert done.stdout.count(">> module global __main__.kept") == 1
 
 
+ON_A_THREAD = """
+import threading, torch
+kept, is_done, net = [], threading.Event(), torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+def train():
+    while True:
+        net(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+        kept.append(torch.ones(100))
+    is_done.set()
+threading.Thread(target=train).start()
+is_done.wait()
+"""
+
+
+def test_the_last_step_ends_the_script_on_any_thread(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(ON_A_THREAD)
+    done = python("-m", "zbpipe", "leaks", "--error", "--steps", "8", script)
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert done.stdout.count(">> module global __main__.kept") == 1
+
+
 @pytest.mark.parametrize(("line", "said"), [(1, "no statement begins"), (99, "no statement begins"), (4, "12 steps")])
 def test_a_line_that_can_never_run_ends_no_step(line, said, tmp_path):
     script = tmp_path / "serve.py"

@@ -100,7 +100,8 @@ class Steps:
         return step_and_tell
 
     def _end(self, kind: str, stepper: Any = None) -> None:
-        """Counts a step. After the last one SystemExit ends the script, which no ``except Exception`` stops."""
+        """Counts a step. After the last one SystemExit ends the script, which no ``except Exception`` stops. On another
+        thread it would end that thread alone."""
         with self._lock:
             is_of_a_part = kind == OPTIMIZER and self.kind == SCHEDULE
             if is_of_a_part or self._is_over or os.getpid() != self._process:
@@ -117,6 +118,8 @@ class Steps:
                 self._look(self.growth)
             if not self._is_over:
                 return
+        if threading.current_thread() is not threading.main_thread():
+            os._exit(0)  # which reports first
         raise SystemExit(0)
 
     def _counts(self, stepper: Any) -> bool:

@@ -3,7 +3,8 @@
 The memory of torch's CPU allocator is counted block by block, whether a tensor is visible or not. Of other memory
 (CUDA's, numpy's, another process's, that of ``copy.deepcopy`` and ``torch.load``) the storages of visible tensors are
 counted. A look finds them: after each of the first steps, then whenever the number of steps has grown by half. Once
-CUDA is in use, or such memory lives on, every step has a look for them. Autograd's nodes are counted at the same looks.
+CUDA is in use, or such memory lives on, every step has one, as long as that is cheap. Autograd's nodes are counted at
+the looks.
 
 What grows. What hangs at one place of the program is one group. ``_verdict.py`` says of each group whether it leaks,
 from the births and ends of its items. Of a group that no search has found before nobody knows what has gone: as old as
@@ -18,6 +19,7 @@ import weakref
 from collections import Counter
 from contextlib import ExitStack
 from itertools import accumulate, groupby, pairwise
+from time import perf_counter
 
 import torch
 
@@ -36,6 +38,7 @@ _LONG_TABLE = 20  # rows; longer ones are folded
 _ACCUMULATES = 2**64 - 1  # the sequence number of a node that accumulates a gradient: no step makes it anew
 _BOUNDED = ("",)  # for the chains to what has a bound
 PASSING = "the oldest of which go"
+_COST = 5.0  # seconds, or a tenth of the time, for looks at other memory after each step
 _MANY = 500_000  # objects: a search of more takes seconds
 _LEAST = 10  # of what the last step made anew, what is less than a tenth of the largest is not told
 
@@ -87,6 +90,7 @@ class Growth:
         self._placed: dict[int, Key] = {}  # the chains to what searches have found and what lives
         self._gone: list[tuple[Key, int, int]] = []  # and of what lives no more: its birth and its end
         self._searches_often = True
+        self._began, self._looking = perf_counter(), 0.0  # seconds: when this began, and how long its looks took
         self._oldest = 0  # steps: how old anything became that no search has found, since the last one
         self._first: dict[Key, tuple[int, int]] = {}  # the first search that found such a chain, and the oldest then
 
@@ -111,13 +115,18 @@ class Growth:
         number = len(self.counts) + 1
         is_look = number <= FEWEST or number >= 1.5 * self.looked_at
         self._counts_others = self._counts_others or allocator.is_in_use()
-        natives = natives_now() if is_look or self._counts_others else {}
+        begin = perf_counter()
+        is_cheap = self._looking < max(_COST, (begin - self._began) / 10)
+        natives = natives_now() if is_look or (self._counts_others and is_cheap) else {}
+        self._looking += perf_counter() - begin
         living = {serial: size for _, size, serial, _ in _C.live_blocks(self._since)}
         if natives:
             others = others_of(natives["storage"], self._older)
             self._counts_others = self._counts_others or bool(others)
             living.update((-storage, size) for storage, size in others.items())
             self._last = _C.watch_storages([*natives["storage"]])  # their identities are nobody else's until the next
+        else:
+            living.update((key, size) for key, (_, size) in self._living.items() if key < 0)
         for key, (born, _) in self._living.items():
             if key not in living and key in self._placed:
                 self._gone.append((self._placed.pop(key), born, number))
