@@ -213,6 +213,8 @@ def policy(**choices: Unpack[Choices]) -> _Block:
 class _Block(contextlib.ContextDecorator):
     """What :func:`policy` returns. It keeps no state of a block, since blocks nest, and threads share it."""
 
+    _is_used = True  # where __init__ has not run, as of an object that dynamo makes
+
     def __init__(self, choices: dict[str, Any]) -> None:
         self._choices = choices
         self._is_used = False

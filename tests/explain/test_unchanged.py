@@ -156,6 +156,9 @@ def compiled_call(way):
         module.forward = torch.compile(module.forward, backend="eager")
     elif way == "disabled":
         module.forward = torch.compiler.disable(module.forward)
+    elif way == "torch's own":  # whose forward dynamo puts into a function of its own
+        module = nn.Linear(4, 4)
+        module.forward = torch.compile(module.forward, backend="eager")
     else:
         module.compile(backend="eager")
     return module
@@ -183,6 +186,7 @@ MODULES = {
     "a partial forward": lambda: patched_forward("partial"),
     "Module.compile": lambda: compiled_call("call"),
     "a compiled forward": lambda: compiled_call("forward"),
+    "a compiled forward of torch's own": lambda: compiled_call("torch's own"),
     "a forward that is not compiled": lambda: compiled_call("disabled"),
     "a tensor made for inference": lambda: Kept(product, torch.inference_mode()(lambda: torch.ones(3))()),
     "checkpointed": lambda: Kept(lambda m, x: checkpoint(product, m, x, use_reentrant=False)),
@@ -441,6 +445,10 @@ REFUSED = {
     "a copy that is another one": (
         of_other_parameters,
         "the copy of Renaming has other parameters: let its __deepcopy__",
+    ),
+    "a copy of other tensors": (
+        lambda: torch.jit.script(nn.Linear(4, 4)),
+        "the copy of RecursiveScriptModule has other parameters: .*, or explain the module that a torch.jit one was",
     ),
 }
 

@@ -4,6 +4,7 @@ import atexit
 import contextvars
 import dataclasses
 import functools
+import linecache
 import re
 import weakref
 
@@ -230,6 +231,74 @@ def test_the_mark(name):
         said = "\n".join(map(str, growth.grown()))
     assert marks_of(said) == [mark], said
     assert ("held by a set that was never cleared" in said) == (name == "a set"), said
+
+
+# What grows, seen from the function that adds to it: the last look says it.
+
+
+def given_to_a_call(look):
+    given = []
+
+    def keep(log):
+        log.append(torch.ones(4))
+        return look()
+
+    for _ in range(7):
+        said = keep(given)
+    return [said]
+
+
+def of_a_closure(look):
+    enclosed = []
+
+    def keep():
+        enclosed.append(torch.ones(4))
+        return look()
+
+    return [keep() for _ in range(7)]
+
+
+def of_a_match(look):
+    match [[], 1]:
+        case [caught, *_]:
+            pass
+    return [caught.append(torch.ones(4)) or look() for _ in range(7)]
+
+
+def of_an_except(look):
+    try:
+        raise ValueError
+    except ValueError as failed:
+        failed.caught_by = []
+        return [failed.caught_by.append(torch.ones(4)) or look() for _ in range(7)]
+
+
+def of_a_global(look):
+    global history
+    history = []
+    try:
+        return [history.append(torch.ones(4)) or look() for _ in range(7)]
+    finally:
+        del history
+
+
+FRAMES = {
+    given_to_a_call: ("variable given of given_to_a_call", "given = []"),
+    of_a_closure: ("variable enclosed of of_a_closure", "enclosed = []"),
+    of_a_match: ("variable caught of of_a_match", "case [caught, *_]:"),
+    of_an_except: ("variable failed of of_an_except", "except ValueError as failed:"),
+    of_a_global: ("module global history", "history = []"),
+}
+
+
+@pytest.mark.parametrize("program", FRAMES, ids=lambda program: program.__name__)
+def test_the_mark_of_a_variable_is_where_it_was_made(program):
+    mark, line = FRAMES[program]
+    with Growth() as growth:
+        *_, said = program(lambda: growth.step() or "\n".join(map(str, growth.grown())))
+    assert [text.replace("()", "") for text in marks_of(said)] == [mark], said
+    where = re.search(r">> .*?(\d+)\)", said)
+    assert where and linecache.getline(__file__, int(where[1])).strip() == line, said
 
 
 def test_a_check_tells_items_apart_by_identity():

@@ -127,6 +127,88 @@ def test_sparse_gradients_of_others_are_not_added_to(whose):
     as_ordinary(scenario)
 
 
+def test_inputs_share_no_gradient_that_has_no_storage():
+    def scenario(is_split):
+        x, y = (torch.ones(2, 3).to_mkldnn().requires_grad_() for _ in range(2))
+        for _ in range(2):
+            out = (x + y).to_dense()
+            backward(is_split, out, torch.ones_like(out), [x, y])
+        return [x.grad.to_dense(), y.grad.to_dense()]
+
+    as_ordinary(scenario)
+
+
+def hooked(hook):
+    def forward(x):
+        x = x * 1.0
+        x.register_hook(hook)
+        return x
+
+    return forward
+
+
+LATER = {
+    "a Function": handing_through(torch.clone, lambda grad: grad.mul_(7.0)),
+    "a hook": hooked(lambda grad: grad.mul_(7.0)),
+}
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("write", LATER.values(), ids=LATER)
+def test_what_is_written_to_a_gradient_later_in_the_backward_does_not_reach_an_input(write, watched):
+    def scenario(is_split):
+        x, y, w = leaf(), leaf(), leaf(4, 4)
+        seen = []
+        if watched:
+            y.register_post_accumulate_grad_hook(lambda y: seen.append(y.grad.clone()))
+        for _ in range(2):
+            out = (write(x @ w) + y) * 1.0
+            groups = backward(is_split, out, torch.ones_like(out), [x, y], [w])
+            if is_split:
+                zb.stage_backward_weight([w], groups)
+        return [x.grad, y.grad, w.grad, *seen]
+
+    as_ordinary(scenario)
+
+
+def scratch(way):
+    """Two inputs, whose gradients are one buffer that is filled anew for each."""
+    buffer = torch.zeros(3, 4, dtype=f64)
+
+    def fill(factor):
+        return lambda grad: torch.mul(grad, factor, out=buffer)
+
+    def forward(x, y):
+        if way == "Functions":
+            return handing_through(torch.clone, fill(2.0))(x) + handing_through(torch.clone, fill(3.0))(y)
+        return x.sin() + y
+
+    def watch(x, factor):
+        if way == "tensors' hooks":
+            x.register_hook(fill(factor))
+        elif way == "accumulators' hooks":
+            accumulator = x.view_as(x).grad_fn.next_functions[0][0]
+            accumulator.register_prehook(lambda grads: (fill(factor)(grads[0]),))
+            return accumulator
+        return None
+
+    return forward, watch
+
+
+@pytest.mark.parametrize("way", ["Functions", "tensors' hooks", "accumulators' hooks"])
+def test_inputs_do_not_share_a_scratch_buffer(way):
+    def scenario(is_split):
+        forward, watch = scratch(way)
+        x, y = leaf(), leaf()
+        watched = [watch(x, 2.0), watch(y, 3.0)]  # accumulators live as long as somebody has them
+        for _ in range(2):
+            out = forward(x, y)
+            backward(is_split, out, torch.ones_like(out), [x, y])
+        return [x.grad, y.grad, len(watched)]
+
+    as_ordinary(scenario)
+
+
 def test_two_tensors_on_one_edge_have_a_grad_each():
     z = leaf()
     x = z.view(-1)

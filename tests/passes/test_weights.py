@@ -452,6 +452,27 @@ def test_weights_that_are_taken_away_between_the_passes(name):
         torch.testing.assert_close(p.grad, grad)
 
 
+READING = {
+    "an elementwise product": (lambda m, x: x * m.s, "MulBackward0"),
+    "a norm": (lambda m, x: F.layer_norm(x, (4,), m.s, m.t), "NativeLayerNormBackward0"),
+    "a product": (lambda m, x: x @ m.a, "MmBackward0"),
+}
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("name", READING)
+def test_an_activation_that_was_freed_between_the_passes_is_refused(name):
+    forward, node = READING[name]
+    m = small(forward)
+    x = torch.randn(3, 4, dtype=f64, requires_grad=True)
+    with zb.policy(defer="all"):
+        _, groups = zb.stage_backward_input([out := m(x)], [torch.ones_like(out)], [x], m.parameters())
+    freed(x)
+    with pytest.raises(RuntimeError, match=rf"reads the values of float64\[3, 4\] on cpu in {node}, and their memory"):
+        zb.stage_backward_weight(m.parameters(), groups)
+    assert all(p.grad is None for p in m.parameters())
+
+
 # what lies between a product, or a node that I ran whole, and its weight
 
 

@@ -1,7 +1,9 @@
 """The policy: what is left to W, what is kept for it, how it adds."""
 
 import copy
+import gc
 import signal
+import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -421,6 +423,20 @@ def test_a_second_whole_backward_into_main_grad_is_refused(outputs):
         with pytest.raises(RuntimeError) as error:
             zb.stage_backward(output, grads, [x])
     assert "backward through the graph a second time" in str(error.value.__cause__)
+
+
+def test_a_policy_within_compiled_code_is_in_force_there_and_nothing_is_said(monkeypatch):
+    said = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda failed: said.append(failed.exc_value))
+    seen = torch._dynamo.disable(lambda: zb.get_policy().defer)
+
+    def run(x):
+        with zb.policy(defer="all"):
+            return x.sin(), seen()
+
+    assert torch.compile(run, backend="eager")(torch.ones(2))[1] == "all"
+    gc.collect()
+    assert zb.get_policy().defer == "matrices" and not said
 
 
 def test_weights_without_main_grad_keep_their_grad():

@@ -33,6 +33,7 @@ class Steps:
         self.warmup, self._most = warmup, most
         self._file, self._line = line or ("", 0)
         self._real_path = functools.cache(os.path.realpath)
+        self._has_line = functools.cache(lambda code: self._line in {line for *_, line in code.co_lines()})
         self._is_over = False
         self._process = os.getpid()
         self._lock = threading.Lock()
@@ -75,7 +76,7 @@ class Steps:
 
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
         """For sys.settrace: a step ends whenever the line of the file is about to run."""
-        if self._real_path(frame.f_code.co_filename) != self._file:
+        if self._real_path(frame.f_code.co_filename) != self._file or not self._has_line(frame.f_code):
             return None
         last = -1
 

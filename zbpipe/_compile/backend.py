@@ -65,7 +65,10 @@ def _with_inductor(
         if not given.get("is_backward"):
             return inductor.compile_fx_inner(graph, values, **given)
         if given.get("cudagraphs") and any(isinstance(v, torch.Tensor) and v.is_cuda for v in values):
-            _log_not_split("CUDA graphs would overwrite what is kept for W; leave mode='reduce-overhead' out")
+            _log_not_split(
+                "CUDA graphs would overwrite what is kept for W; compile without them, as with "
+                "mode='max-autotune-no-cudagraphs'"
+            )
             return inductor.compile_fx_inner(graph, values, **given)
         fixed = set(given.get("static_input_idxs", ()))
 

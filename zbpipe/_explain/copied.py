@@ -48,10 +48,10 @@ def copy_of(module: nn.Module) -> nn.Module:
         copied = _deepcopy(module, "it", module, memo)
     for part, twin in zip(module.modules(), copied.modules(), strict=False):
         _compile_again(part, twin)
-    if [name for name, _ in copied.named_parameters()] != list(own):
+    if [*map(id, copied.parameters())] != [id(memo[id(parameter)]) for parameter in own.values()]:
         raise RuntimeError(
             f"explain runs a copy, and the copy of {type(module).__name__} has other parameters: let its __deepcopy__ "
-            "keep them"
+            "keep them, or explain the module that a torch.jit one was made of"
         )
     return copied
 

@@ -87,7 +87,8 @@ def explain(
         holding = _try(module, copied, given, output_grads, dataclasses.replace(policy, exclude=excluded), found)
     if torch.is_autocast_cache_enabled() and found.is_within_autocast:
         found.notes["autocast's cache is left alone: here every use casts its weight by itself"] = None
-    plans = [plan_of(name, parameter, found, holding) for name, parameter in module.named_parameters()]
+    rows = {row.name: row for row in holding.parameters}
+    plans = [plan_of(name, parameter, found, rows.get(name)) for name, parameter in module.named_parameters()]
     return Explanation(
         tuple(plans), holding.groups, holding.bytes, found.flops, not found.unknown, policy, tuple(found.notes)
     )

@@ -12,7 +12,7 @@ from zbpipe import _C
 from zbpipe._explain.result import ParameterPlan, Use
 from zbpipe._policy import Policy
 from zbpipe._tasks import place_of
-from zbpipe.memory import Held
+from zbpipe.memory._held import ParameterRow
 
 _FACTORS = {"AddmmBackward": (1, 2), "MmBackward": (0, 1), "BmmBackward": (0, 1), "BaddbmmBackward": (1, 2)}
 """The edges of a product's two factors, by its node's name without the 0 at its end."""
@@ -63,8 +63,7 @@ class Uses:
         self.of.setdefault(self.name_of[id(weight)], []).append(Use("", "I", why, "", 0))
 
 
-def plan_of(name: str, parameter: torch.nn.Parameter, found: Uses, holding: Held) -> ParameterPlan:
-    row = next((row for row in holding.parameters if row.name == name), None)
+def plan_of(name: str, parameter: torch.nn.Parameter, found: Uses, row: ParameterRow | None) -> ParameterPlan:
     uses = tuple(found.of.get(name, ()))
     notes = list(found.outside.get(name, ()))
     if not parameter.requires_grad:

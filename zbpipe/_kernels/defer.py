@@ -63,8 +63,9 @@ def defer(
         TypeError, ValueError: an argument is refused, before ``function`` is called; or ``function`` did not return
             gradients of ``weights``.
 
-    If ``function`` raises in W, its gradients have not been added, and the next W of the group calls it again. Once it
-    has returned, it is not called again. A group that is dropped without W never calls it.
+    If ``function`` raises in W, its gradients have not been added, and the next W of the group calls it again, unless W
+    had run a node that has saved something: then torch raises. Once it has returned, it is not called again. A group
+    that is dropped without W never calls it.
 
     Source:
         Delayed weight gradients: NVIDIA/TransformerEngine PR 1976 (``wgrad_store.put``), which skip hooks:

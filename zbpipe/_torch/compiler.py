@@ -53,4 +53,7 @@ def compilation_of(value: object) -> tuple[Any, Any] | None:
         return None
     kept = [cell.cell_contents for cell in value.__closure__ or ()]
     found = next(filter(is_compilation, kept), None)
-    return None if found is None else (found, value._torchdynamo_orig_callable)
+    original = value._torchdynamo_orig_callable
+    if getattr(original, "__globals__", {}).get("__name__") == "torch._dynamo.external_utils":
+        original = getattr(original, "__wrapped__", original)  # a method of torch's own class, behind dynamo's function
+    return None if found is None else (found, original)

@@ -242,6 +242,7 @@ def _bindings(filename: str) -> dict[tuple[str | None, str], list[int]]:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return found
     namespaces = {"self"}  # and names of classes and modules
+    of_module = set[tuple[str, str]]()  # names that functions have declared global
     todo: list[tuple[ast.AST, str, str]] = [(tree, "", "")]  # with its scope, and the class that it is in
     while todo:
         node, scope, owner = todo.pop()
@@ -256,8 +257,15 @@ def _bindings(filename: str) -> dict[tuple[str | None, str], list[int]]:
                         namespaces.add(name)
                     else:
                         inner += ".<locals>"
-                case ast.Name(id=name, ctx=ast.Store()):
-                    bind(scope, name, child.lineno)
+                case ast.Global(names=names):
+                    of_module.update((scope, name) for name in names)
+                case (
+                    ast.Name(id=name, ctx=ast.Store())
+                    | ast.MatchAs(name=str(name))
+                    | ast.MatchStar(name=str(name))
+                    | ast.ExceptHandler(name=str(name))
+                ):
+                    bind("" if (scope, name) in of_module else scope, name, child.lineno)
                     bind(None, name, child.lineno)
                     if scope and scope == owner:
                         bind(_OF_CLASSES, name, child.lineno)

@@ -114,7 +114,7 @@ def _explored(ignored: list[Any], also: Iterable[Any] = (), target: Any = None, 
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main, current = threading.main_thread().ident, sys._current_frames()
     for ident, frame in current.items():
-        for at, _ in walk_stack(frame):
+        for at, _ in reversed([*walk_stack(frame)]):  # what a caller has given is the caller's
             if ident != main:
                 heap.threads[id(at)] = names.get(ident, str(ident))
             if not at.f_code.co_filename.startswith(_HERE):

@@ -266,8 +266,8 @@ variable_list StandIn::run_whole(Task& task, variable_list&& grads,
   return outputs;
 }
 
-Capture::Capture(NodePtr original, bool skip_undefined)
-    : InPlaceOf(original, original->sequence_nr()), skip_undefined_(skip_undefined) {}
+Capture::Capture(NodePtr original, bool skip_undefined, bool owns)
+    : InPlaceOf(original, original->sequence_nr()), skip_undefined_(skip_undefined), owns_(owns) {}
 
 variable_list Capture::apply(variable_list&& in) {
   TORCH_CHECK(grads.empty(), ERR_WITHIN);
@@ -276,6 +276,9 @@ variable_list Capture::apply(variable_list&& in) {
   // it belongs to an older graph.
   if (typeid(*original_) == typeid(torch::autograd::AccumulateGrad)) {
     grads = call_pre_hooks(*original_, std::move(grads));
+  }
+  if (owns_) {
+    CameIn({}).own(grads);
   }
   return {};
 }

@@ -94,9 +94,9 @@ class StandIn : public InPlaceOf {
 /// backward would run there and keeps the gradients. What lies behind is never walked.
 class Capture : public InPlaceOf {
  public:
-  /// skip_undefined: other outputs of the node are no inputs, and have hooks of their own. See Note
-  /// [Other outputs of an input's node].
-  Capture(NodePtr original, bool skip_undefined);
+  /// skip_undefined: see Note [Other outputs of an input's node]. owns: a Function or a hook runs in
+  /// this I, which may write to what has arrived.
+  Capture(NodePtr original, bool skip_undefined, bool owns);
 
   /// One per input of the node that it stands for.
   variable_list grads;
@@ -105,7 +105,7 @@ class Capture : public InPlaceOf {
   variable_list apply(variable_list&& grads) override;
 
  private:
-  bool skip_undefined_;
+  const bool skip_undefined_, owns_;
 };
 
 /// What is said of a backward through what I has consumed: torch advises retain_graph, which I does

@@ -118,7 +118,8 @@ bool is_captured(const c10::Stream& stream) {
 }  // namespace
 
 const void* memory_of(const at::Tensor& tensor) {
-  return storage_of(in_memory(tensor));
+  const at::Tensor in = in_memory(tensor);
+  return !in.defined() || in.has_storage() ? storage_of(in) : in.unsafeGetTensorImpl();
 }
 
 Holders::Holders(c10::ArrayRef<at::Tensor> known) {

@@ -41,7 +41,7 @@ bool has_version(const at::Tensor& tensor);
 /// The identity of the tensor's storage; null if it has none.
 const void* storage_of(const at::Tensor& tensor);
 
-/// The same of a DTensor's local part, and of a sparse tensor's values.
+/// The same of a DTensor's local part, a sparse tensor's values; without one, the tensor's own.
 const void* memory_of(const at::Tensor& tensor);
 
 /// Of the tensor's whole storage; 0 where there is none, or where its size is not known as a

@@ -175,7 +175,8 @@ Edge edge_in_run(Scene& scene, const Walk& walk, const Edge& edge, uint32_t targ
     case ZBP_TO_CAPTURE: {
       NodeRef<Capture>& capture = scene.captures[target];
       if (!capture) {
-        capture = make_node<Capture>(edge.function, walk.has_other_outputs(*edge.function));
+        capture = make_node<Capture>(edge.function, walk.has_other_outputs(*edge.function),
+                                     scene.runs_others_code);
       }
       return Edge(capture, edge.input_nr);
     }
@@ -201,6 +202,9 @@ void make_runners(Scene& scene, const Survey& survey) {
       scene.runners[id] = make_node<Runner>(node, /*release=*/true, /*track_views=*/true,
                                             survey.walk.has_other_outputs(node));
     }
+    scene.runs_others_code |=
+        (survey.plan.flag[id] & ZBP_NODE_CLOSURE) != 0 &&
+        (has_hooks(node) || !(is_generated(node) || as<AccumulateGrad>(node)));
   }
 }
 
@@ -249,14 +253,8 @@ void run(Scene& scene, const Survey& survey) {
     return;
   }
   std::vector<Node*> represented;
-  for (const auto& [id, capture] : scene.captures) {
-    represented.push_back(&survey.walk.node(id));
-  }
-  for (const auto& [id, runner] : scene.runners) {
-    represented.push_back(&survey.walk.node(id));
-  }
-  for (uint32_t id = 0; id < scene.stand_ins.size(); ++id) {
-    if (scene.stand_ins[id]) {
+  for (uint32_t id = 0; id < survey.graph.node_count; ++id) {
+    if (scene.stand_ins[id] || scene.captures.count(id) || scene.runners.count(id)) {
       represented.push_back(&survey.walk.node(id));
     }
   }

@@ -110,6 +110,7 @@ struct Scene {
   Captures captures;
   std::vector<NodeRef<StandIn>> stand_ins;                // of the split nodes, by id
   std::unordered_map<uint32_t, NodeRef<Runner>> runners;  // of nodes with hooks, by id
+  bool runs_others_code = false;                          // a Function's, a hook's
   EdgeEdits detours;  // to stand-ins: for good, once I has succeeded
   EdgeEdits cuts;     // all others: for the time of the run
 

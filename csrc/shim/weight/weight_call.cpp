@@ -121,9 +121,6 @@ void check_there(const Group& group, size_t g) {
              "again after.");
     }
   }
-  if (!is_one_emptied) {
-    return;
-  }
   for (const Task& task : group.tasks) {
     for_each_kept(task, [&](const Kept& kept, auto&&...) {
       if (is_emptied(kept.tensor())) {
@@ -131,7 +128,8 @@ void check_there(const Group& group, size_t g) {
       }
     });
   }
-  for (const Outside& outside : group.outside) {
+  for (size_t o = 0; is_one_emptied && o < group.outside.size(); ++o) {
+    const Outside& outside = group.outside[o];
     for_each_saved_outside(*outside.node, [&](const SavedVariable& saved) {
       if (const auto tensor = saved.get_raw_data(); tensor && is_emptied(*tensor)) {
         refuse_emptied(g, *tensor, outside.node->name());
