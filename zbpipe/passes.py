@@ -187,12 +187,13 @@ def _check_listed(weights: tuple[Any, ...], groups: tuple[Any, ...]) -> None:
         if not isinstance(weight, torch.Tensor):
             raise TypeError(f"weights[{i}] is {argument(weight)}; expected a tensor")
     known = set(map(id, weights))
+    more = "" if weights else ", in a list: an iterator serves one call"
     for i, group in enumerate(groups):
         for weight in fsdp.served_by(group):
             if id(weight) not in known:
                 raise ValueError(
                     f"param_groups[{i}] holds a gradient for a parameter of {described(weight)} that is not "
-                    f"among the {len(weights)} weights; pass the weights that stage_backward_input was given"
+                    f"among the {len(weights)} weights; pass the weights that stage_backward_input was given{more}"
                 )
 
 

@@ -144,6 +144,11 @@ REFUSED_BY_W = {
     },
     "another stage's weights": (lambda c, groups: c.weight(groups, Case().m.parameters()), ValueError, "weights"),
     "one of a group's two weights": (lambda c, groups: c.weight(groups, [c.m.a]), ValueError, "weights"),
+    "an iterator that I has used up": (
+        lambda c, groups: c.weight(groups, iter(())),
+        ValueError,
+        "0 weights; .* in a list: an iterator serves one call",
+    ),
     "groups that are no iterable": (lambda c, groups: c.weight(3), TypeError, "param_groups"),
     **{
         f"{name}{beside}": (

@@ -261,6 +261,7 @@ def _bindings(filename: str) -> dict[tuple[str | None, str], list[int]]:
                     of_module.update((scope, name) for name in names)
                 case (
                     ast.Name(id=name, ctx=ast.Store())
+                    | ast.arg(arg=name)
                     | ast.MatchAs(name=str(name))
                     | ast.MatchStar(name=str(name))
                     | ast.ExceptHandler(name=str(name))
