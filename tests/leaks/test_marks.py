@@ -301,6 +301,20 @@ def test_the_mark_of_a_variable_is_where_it_was_made(program):
     assert where and linecache.getline(__file__, int(where[1])).strip() == line, said
 
 
+def test_a_state_that_is_not_detached_is_told_once_and_not_at_what_was_computed_with_it():
+    """The output leads to the same graph, by a shorter chain."""
+    lstm, state = nn.LSTM(4, 4), (torch.zeros(1, 2, 4), torch.zeros(1, 2, 4))
+    with Growth() as growth:
+        for _ in range(9):
+            y, state = lstm(torch.ones(3, 2, 4), state)
+            growth.step()
+        (grown,) = growth.grown()
+    assert [text.split(" of ")[0] for text in marks_of(str(grown))] == ["variable state"], y
+    assert re.match(
+        rf"a graph of \d+ autograd nodes, with {len(grown.leaks) - 1} tensors from steps 2 to 8:", str(grown)
+    )
+
+
 def test_a_check_tells_items_apart_by_identity():
     holder = Cached()
     with check_tensor_leak(action="record") as check:

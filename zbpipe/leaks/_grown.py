@@ -46,7 +46,7 @@ class Grown:
     @property
     def held_by(self) -> list[str]:
         """Lines: the chain to its tensors from top to bottom, the holder of what grew marked by ``>>``."""
-        by_bytes = sorted(self.leaks, key=lambda leak: -leak.bytes)
+        by_bytes = self.leaks[:1] if self.nodes else sorted(self.leaks, key=lambda leak: -leak.bytes)
         return held_lines(by_bytes, self.mark) if by_bytes else ["nobody that can be seen"]
 
     @property
@@ -55,12 +55,22 @@ class Grown:
         count = len(self.leaks)
         known = f", {self.known}" if self.known else ""
         if self.nodes:
-            return f"a graph of {self.nodes} autograd nodes{known}:"
+            also = f", with {count - 1} tensors from steps {self.steps[0]} to {self.steps[-1]}" if self.steps else ""
+            return f"a graph of {self.nodes} autograd nodes{known}{also}:"
         if not self.leaks:
             return f"memory that none of the tensors explains{known}:"
         when = f" from steps {self.steps[0]} to {self.steps[-1]}"
         when = ", larger than any of earlier steps" if self.is_larger else when
         return f"{count} tensor{'s' * (count > 1)} ({self.bytes} bytes){when}{known}:"
+
+    def add_graph(self, graph: Grown) -> bool:
+        """Takes over the mark of what holds most of a graph, if all leaks here hang on one tensor's graph."""
+        ends = [next((at for at, one in enumerate(leak.chain) if one.kind == "node"), 0) for leak in self.leaks]
+        above = {tuple(one.text for one in leak.chain[:at]) for leak, at in zip(self.leaks, ends, strict=True)}
+        if self.nodes or len(above) != 1 or above == {()}:
+            return False
+        self.leaks, self.nodes, self.mark = [*graph.leaks, *self.leaks], graph.nodes, graph.mark
+        return True
 
     def __str__(self) -> str:
         return "\n    ".join([self.headline, *self.held_by])

@@ -165,7 +165,8 @@ class Growth:
         # Of many tensors' graphs the tensors have become more.
         if graph is not None and (not found or graph.nodes >= self.nodes[-1] - self.nodes[len(self.nodes) // 2 - 1]):
             marked = {line for group in (*found, *self.filling) for line in group.held_by if line.startswith(">>")}
-            found += [] if marked & {*graph.held_by} else [graph]
+            if not marked & {*graph.held_by} and not any(group.add_graph(graph) for group in found):
+                found.append(graph)
         return found
 
     def _of_memory(self, rising: list[str]) -> list[Grown]:
