@@ -12,7 +12,7 @@ from torch import nn
 
 from zbpipe._torch import allocator  # memory that is not the CPU allocator's, as CUDA's, without CUDA
 from zbpipe.leaks import Growth, _growth  # how long its looks take
-from zbpipe.leaks._search import natives_now
+from zbpipe.leaks._search import natives_now  # one of its looks
 from zbpipe.leaks._verdict import enough, rises  # rows of a hundred thousand steps
 
 KEPT = []

@@ -94,8 +94,8 @@ class StandIn : public InPlaceOf {
 /// backward would run there and keeps the gradients. What lies behind is never walked.
 class Capture : public InPlaceOf {
  public:
-  /// skip_undefined: see Note [Other outputs of an input's node]. owns: a Function or a hook runs in
-  /// this I, which may write to what has arrived.
+  /// skip_undefined: see Note [Other outputs of an input's node]. owns: a Function or a hook, which
+  /// may write to what has arrived, runs in this I.
   Capture(NodePtr original, bool skip_undefined, bool owns);
 
   /// One per input of the node that it stands for.
