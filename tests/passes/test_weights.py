@@ -468,7 +468,7 @@ def test_an_activation_that_was_freed_between_the_passes_is_refused(name):
     with zb.policy(defer="all"):
         _, groups = zb.stage_backward_input([out := m(x)], [torch.ones_like(out)], [x], m.parameters())
     freed(x)
-    with pytest.raises(RuntimeError, match=rf"reads the values of float64\[3, 4\] on cpu in {node}, and their memory"):
+    with pytest.raises(RuntimeError, match=rf"reads the values of float64\[3, 4\] .* in {node}, and their memory"):
         zb.stage_backward_weight(m.parameters(), groups)
     assert all(p.grad is None for p in m.parameters())
 

@@ -34,6 +34,7 @@ NOT_OF_A_DEVICE = {
         "test_a_mode_sees_every_operator_of_a_product",
     ),
     "it counts the CPU's memory or calls": (
+        "test_copies.py",
         "test_flat.py",
         "test_floor.py",
         "test_cycles.py",
@@ -59,6 +60,7 @@ NOT_OF_A_DEVICE = {
         "pickled",
         "compile/test_split.py",
         "test_weights_given_by_hand_restrict_even_within",
+        "that_has_no_storage",
     ),
     "its mesh is of the CPU": (
         "test_gradients_summed_over_steps_that",
@@ -72,7 +74,9 @@ NOT_OF_THE_LATE_DEVICE = {
         "[lstm",
         "[gru",
         "recurrent",
+        "_sparse_",
         "[sparse gradient",
+        "a matrix in CSR",
         "test_warning_made_an_error_among",
     ),
     "torch has no autocast for it": ("test_dtypes_and_layouts[autocast", "test_casts_cached_by_one_autocast"),
