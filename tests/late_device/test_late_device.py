@@ -42,7 +42,9 @@ def test_cases(cases):
     run(f"late_device/{cases}")
 
 
-@pytest.mark.parametrize("name", ["oracle", "groups", "hooks", "functions", "threads", "edges"])
+@pytest.mark.parametrize(
+    "name", ["oracle", "groups", "hooks", "functions", "threads", "edges", "input_sums", "keeping"]
+)
 def test_ordinary_tests(name):
     """What tests/ asks of the CPU, asked of the device, each weight pass on a stream of its own."""
     run("-p", "support.on_device", f"passes/test_{name}.py")

@@ -94,11 +94,15 @@ def node_hook(calls, name, doubles):
     return run
 
 
+def drawn(values, *shape):
+    return torch.randn(shape, generator=values, device="cpu").to(torch.get_default_device())
+
+
 def program(seed, backward):
     """Builds the node of this seed, lets ``backward`` run it, and returns the calls, and what came of it."""
     draw, calls = random.Random(seed), Calls()
     values = torch.Generator().manual_seed(seed)
-    x, w = (torch.randn(3, 3, generator=values, requires_grad=True) for _ in range(2))
+    x, w = (drawn(values, 3, 3).requires_grad_() for _ in range(2))
     outputs = NODES[draw.choice(list(NODES))](x, w, calls)
     node = outputs[0].grad_fn
     used = [o for o in outputs if draw.random() < 0.6] or [outputs[0]]
@@ -123,7 +127,7 @@ def program(seed, backward):
         x.register_hook(hook(calls, "hook of the input", draw.choice(["keeps", "doubles"])))
     if draw.random() < 0.5:
         x.register_post_accumulate_grad_hook(lambda leaf: calls("behind the input", (leaf.grad,)))
-    grads = [torch.randn(output.shape, generator=values) for output in used]
+    grads = [drawn(values, *output.shape) for output in used]
     ends = [output * 1.0 for output in used]  # of a node at which it begins the engine would not tell "all" and "any"
     with torch.autograd.detect_anomaly() if draw.random() < 0.3 else contextlib.nullcontext():
         backward(ends, grads, x, w)

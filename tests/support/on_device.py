@@ -61,12 +61,15 @@ NOT_OF_A_DEVICE = {
         "compile/test_split.py",
         "test_weights_given_by_hand_restrict_even_within",
         "that_has_no_storage",
+        "test_kept_by_the_local_tensor",
+        "test_limit_memory_that_is_written_unseen[numpy",
+        "test_backwards_of_other_threads_and_later",
     ),
     "its mesh is of the CPU": (
         "test_gradients_summed_over_steps_that",
         "test_the_weights_in_the_graph_sum_their_gradients",
     ),
-    "torch warns elsewhere": ("test_warning_made_an_error_in_the_weight_pass",),
+    "torch warns elsewhere": ("test_warning_made_an_error_is_printed",),
     "its processes know of no device": ("test_fork.py", "test_interpreters.py", "test_environment_variable"),
 }
 NOT_OF_THE_LATE_DEVICE = {
@@ -79,7 +82,13 @@ NOT_OF_THE_LATE_DEVICE = {
         "a matrix in CSR",
         "test_warning_made_an_error_among",
     ),
-    "torch has no autocast for it": ("test_dtypes_and_layouts[autocast", "test_casts_cached_by_one_autocast"),
+    "torch has no autocast for it": (
+        "test_dtypes_and_layouts[autocast",
+        "test_casts_cached_by_one_autocast",
+        "test_weight_pass_within_another_backward",
+    ),
+    "its kernels have other names, its weights a stream of their own": ("test_w_runs_one_operation_and_no_engine",),
+    "torch warns of two devices": ("test_contexts_that_can_be_entered_once[fork_rng",),
 }
 
 
