@@ -258,6 +258,17 @@ def of_a_closure(look):
     return [keep() for _ in range(7)]
 
 
+def given_without_a_name(look):
+    def keep(own):
+        fresh = (lambda own: own)(torch.ones(4))  # another's argument
+        for _ in range(7):
+            own.append(fresh + 1.0)
+            said = look()
+        return [said]
+
+    return keep([])
+
+
 def of_a_match(look):
     match [[], 1]:
         case [caught, *_]:
@@ -285,6 +296,7 @@ def of_a_global(look):
 FRAMES = {
     given_to_a_call: ("variable given of given_to_a_call", "given = []"),
     of_a_closure: ("variable enclosed of of_a_closure", "enclosed = []"),
+    given_without_a_name: ("variable own of given_without_a_name.<locals>.keep", "def keep(own):"),
     of_a_match: ("variable caught of of_a_match", "case [caught, *_]:"),
     of_an_except: ("variable failed of of_an_except", "except ValueError as failed:"),
     of_a_global: ("module global history", "history = []"),

@@ -87,7 +87,13 @@ NOT_OF_THE_LATE_DEVICE = {
         "test_casts_cached_by_one_autocast",
         "test_weight_pass_within_another_backward",
     ),
-    "its kernels have other names, its weights a stream of their own": ("test_w_runs_one_operation_and_no_engine",),
+    "its kernels have other names, its weights a stream of their own": tuple(
+        f"test_w_runs_one_operation_and_no_engine[{case}"
+        for case in (
+            *("2D x 3D", "transposed", "1D", "without a b", "strided", "groups", "depthwise"),
+            *("channels last", "3D]", "viewed weight"),
+        )
+    ),
     "torch warns of two devices": ("test_contexts_that_can_be_entered_once[fork_rng",),
 }
 

@@ -71,10 +71,16 @@ def defer(
         Delayed weight gradients: NVIDIA/TransformerEngine PR 1976 (``wgrad_store.put``), which skip hooks:
         NVIDIA/Megatron-LM 2999, 6697.
     """
+    listed = weights if isinstance(weights, tuple) or weights is None else (weights,)
     if torch.compiler.is_compiling():
-        count = len(weights) if isinstance(weights, tuple) else 0 if weights is None else 1
-        grads = gradients_in(function(*saved), count)
-        return tuple(grads) if isinstance(weights, tuple) else grads[0] if grads else None
+        grads = tuple(gradients_in(function(*saved), len(listed or ())))
+    else:
+        grads = _deferred(function, listed, saved)
+    return grads if isinstance(weights, tuple) else grads[0] if grads else None
+
+
+def _deferred(function: Any, weights: tuple[SupportsIndex, ...] | None, saved: Any) -> tuple[Any, ...]:
+    """As :func:`defer`, for a tuple of positions or None. Refuses what is no argument of the kind."""
     if not callable(function):
         raise TypeError(
             f"function is {argument(function)}; expected a callable that returns the gradients of the weights"
@@ -82,12 +88,8 @@ def defer(
     if not isinstance(saved, tuple):
         raise TypeError(f"saved is {argument(saved)}; expected a tuple, the arguments of the function")
     _check_containers(saved)
-    if weights is None:
-        _C.defer(function, None, saved)
-        return None
-    if isinstance(weights, tuple):
-        return _C.defer(function, _positions(weights), saved)
-    return _C.defer(function, _positions((weights,)), saved)[0]
+    grads: tuple[Any, ...] = _C.defer(function, None if weights is None else _positions(weights), saved)
+    return grads
 
 
 def _positions(weights: tuple[SupportsIndex, ...]) -> tuple[int, ...]:

@@ -18,9 +18,9 @@ class Grown:
 
     ``leaks`` is empty if no holder of what grew can be seen. ``steps`` are the steps that allocated the leaks.
     ``is_larger`` is True if the tensors became larger, but not more. ``nodes`` counts the nodes of the autograd graph
-    on the one leak, if the nodes became more. ``known`` says in words what else is known. ``mark`` is the position in
-    the chains at which the holder of all leaks stands, and ``place`` that holder in words. ``keys`` are those of
-    :class:`Growth`; none of what is made anew.
+    on the first leak, on which the others hang, if the nodes became more. ``known`` says in words what else is known.
+    ``mark`` is the position in the chains (with ``nodes``, in the first) at which the holder of all leaks stands, and
+    ``place`` that holder in words. ``keys`` are those of :class:`Growth`; none of what is made anew.
     """
 
     leaks: list[Leak] = field(default_factory=list)
@@ -52,16 +52,16 @@ class Grown:
     @property
     def headline(self) -> str:
         """How much grew, and when, in a line."""
-        count = len(self.leaks)
+        count = len(self.leaks) - (self.nodes > 0)
         known = f", {self.known}" if self.known else ""
+        tensors = f"{count} tensor{'s' * (count > 1)}"
+        when = f" from steps {self.steps[0]} to {self.steps[-1]}" if self.steps else ""
         if self.nodes:
-            also = f", with {count - 1} tensors from steps {self.steps[0]} to {self.steps[-1]}" if self.steps else ""
-            return f"a graph of {self.nodes} autograd nodes{known}{also}:"
+            return f"a graph of {self.nodes} autograd nodes{known}{f', with {tensors}{when}' if count else ''}:"
         if not self.leaks:
             return f"memory that none of the tensors explains{known}:"
-        when = f" from steps {self.steps[0]} to {self.steps[-1]}"
         when = ", larger than any of earlier steps" if self.is_larger else when
-        return f"{count} tensor{'s' * (count > 1)} ({self.bytes} bytes){when}{known}:"
+        return f"{tensors} ({self.bytes} bytes){when}{known}:"
 
     def add_graph(self, graph: Grown) -> bool:
         """Takes over the mark of what holds most of a graph, if all leaks here hang on one tensor's graph."""

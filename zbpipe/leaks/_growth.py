@@ -125,7 +125,7 @@ class Growth:
             self._counts_others = self._counts_others or bool(others)
             living.update((-storage, size) for storage, size in others.items())
             self._last = _C.watch_storages([*natives["storage"]])  # their identities are nobody else's until the next
-        else:
+        elif self._counts_others:
             living.update((key, size) for key, (_, size) in self._living.items() if key < 0)
         for key, (born, _) in self._living.items():
             if key not in living and key in self._placed:

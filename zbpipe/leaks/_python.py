@@ -33,6 +33,7 @@ _CODE = (
 _LONGEST_KEY = 60
 # The scopes of attributes of any class or module, and of what a name does not tell.
 _OF_CLASSES, _OF_OTHERS = ".self", ".other"
+_OF_ARGUMENTS = ".argument"  # of any function
 NOTHING = object()
 
 
@@ -209,9 +210,12 @@ def binding_place(filename: str | None, scope: str, name: str) -> str | None:
 
 def assignment_line(filename: str, name: str, first: int, now: int, last: int) -> int | None:
     """Where in a function, from line ``first`` to ``last``, a local was bound last when it is at line ``now``."""
-    lines = [line for line in _bindings(filename).get((None, name), ()) if first <= line <= last]
-    # Leaving a with block, a function is at the line where that begins.
-    return max((line for line in lines if line <= now), default=max(lines, default=None))
+    bound = _bindings(filename)
+    lines, arguments = (
+        [line for line in bound.get((scope, name), ()) if first <= line <= last] for scope in (None, _OF_ARGUMENTS)
+    )
+    # Leaving a with block, a function is at the line where that begins. Functions within it have arguments, too.
+    return max((line for line in lines if line <= now), default=max(lines, default=min(arguments, default=None)))
 
 
 def definition_line(filename: str, first: int) -> int:
@@ -257,11 +261,12 @@ def _bindings(filename: str) -> dict[tuple[str | None, str], list[int]]:
                         namespaces.add(name)
                     else:
                         inner += ".<locals>"
+                case ast.arg(arg=name):
+                    bind(_OF_ARGUMENTS, name, child.lineno)
                 case ast.Global(names=names):
                     of_module.update((scope, name) for name in names)
                 case (
                     ast.Name(id=name, ctx=ast.Store())
-                    | ast.arg(arg=name)
                     | ast.MatchAs(name=str(name))
                     | ast.MatchStar(name=str(name))
                     | ast.ExceptHandler(name=str(name))
