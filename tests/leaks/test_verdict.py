@@ -315,18 +315,23 @@ def test_of_several_optimizers_it_is_said_that_ones_steps_count(run):
     assert "1 steps (Optimizer.step) were seen; 12 optimizers have stepped, and one's steps count" in said
 
 
+STEPS_WITHIN = "".join(f"    {line}\n" for line in LOOP.format(steps=20, body="kept.append(y)", let_go="").splitlines())
+
+
 def test_the_end_by_steps_is_one_whatever_the_script_catches(run):
-    body = "kept.append(y)"
-    loop = "".join(f"    {line}\n" for line in LOOP.format(steps=20, body=body, let_go="").splitlines())
-    status, said = run(
-        HEAD + f"kept = []\ntry:\n{loop}except:\n    pass\n{LOOP.format(steps=9, body=body, let_go='')}", "--steps", "6"
-    )
+    more = LOOP.format(steps=9, body="kept.append(y)", let_go="")
+    status, said = run(f"{HEAD}kept = []\ntry:\n{STEPS_WITHIN}except:\n    pass\n{more}", "--steps", "6")
     assert status == 3 and "6 steps (Optimizer.step)" in said and f"{GLOBAL}kept" in said
-    thread = (
-        f"kept = []\ndef train():\n{loop}\nthread = threading.Thread(target=train)\nthread.start()\nthread.join()\n"
-    )
-    status, said = run(HEAD + thread, "--steps", "6")
-    assert status == 3 and "6 steps (Optimizer.step)" in said and "Traceback" not in said
+
+
+def test_the_end_by_steps_on_a_thread_is_the_process_s(tmp_path):
+    begins = "thread = threading.Thread(target=train)\nthread.start()\nthread.join()\nprint('it went on')\n"
+    (tmp_path / "train.py").write_text(f"{HEAD}kept = []\ndef train():\n{STEPS_WITHIN}{begins}")
+    command = ["-m", "zbpipe", "leaks", "--error", "--steps", "6", "train.py"]
+    done = python(*command, cwd=tmp_path, OMP_NUM_THREADS="1")
+    said = done.stdout + done.stderr
+    assert done.returncode == 3 and "6 steps (Optimizer.step)" in said and f"{GLOBAL}kept" in said, said
+    assert "Traceback" not in said and "it went on" not in said
 
 
 CLOSED = {
