@@ -81,8 +81,9 @@ test: test-core pytest ## run the tests: the C core's, then Python's; with TORCH
 # From tests/: in the root the source tree would come before what is installed, here and in every process that a test starts.
 PYTEST := cd tests && OMP_NUM_THREADS=1 $(RUN) -m pytest -c ../pyproject.toml --rootdir ..
 
+# A test that ends its worker is begun again in the next one, and would end as many as there may be.
 pytest: $(VENV)/.built $(VENV)/.extras-test $(VENV)/.extras-demo $(if $(CLIENTS),$(VENV)/.clients)
-	$(PYTEST) -m "$(MARKED)" -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 25 --durations-min 5 $(TESTS)
+	$(PYTEST) -m "$(MARKED)" -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 1 --durations 25 --durations-min 5 $(TESTS)
 
 test-system: ## run the tests that start whole programs: installs, commands, ranks that fail, trainings under the leak tools
 	$(MAKE) pytest MARKED="system and not long"
