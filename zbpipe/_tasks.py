@@ -53,7 +53,7 @@ def place_of(node: str, kind: str, why: str, defer: str) -> tuple[str, str]:
         return "W", "" if kind == "product" else "the node is run again for its weights"
     compiled = node.startswith("CompiledFunction")
     return "I", {
-        "function": f"{'compiled' if compiled else 'custom Function without zbpipe.defer'}: runs whole in I",
+        "function": f"{'compiled' if compiled else 'custom Function, nothing handed over by zbpipe.defer'}: runs whole in I",
         "post hook": "a hook on its node is owed all of its gradients at once",
         "policy": f"policy defer={defer!r}",
         "excluded": "policy exclude= names one of its parameters",
