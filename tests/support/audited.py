@@ -124,6 +124,7 @@ def main(file, folder, *arguments):
     audit = Audit(folder)
     sys.addaudithook(audit)
     import matplotlib.font_manager  # noqa: F401  which runs fc-list where it has no list of fonts yet
+
     from support import every_report
 
     audit.on = True
