@@ -19,7 +19,8 @@ def argument(value: object) -> str:
 def refuse_what_runs_later(function: Any) -> None:
     """Raises TypeError for a function to decorate whose body runs after its call has returned."""
     later = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-    if any(runs_later(function) for runs_later in later):
+    bodies = [function, type(function).__call__] if callable(function) else []
+    if any(runs_later(body) for runs_later in later for body in bodies):
         raise TypeError(
             f"{getattr(function, '__qualname__', function)} runs after its call has returned (a coroutine or generator "
             "function); write a with block inside it"

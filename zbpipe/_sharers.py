@@ -25,7 +25,7 @@ def who_holds(tensor: torch.Tensor, size: int, of_storage: int, in_python: bool,
         of_tensor -= autograd.base_of(other) is tensor
         seen.append(f"{'its base, ' if other is base else ''}a {describe(other)}")
     for other in others:
-        if other.is_leaf and other.grad is tensor:
+        if autograd.own_grad_of(other) is tensor:
             of_tensor -= 1
             seen.append(f"the .grad of a {describe(other)}")
     packed = 0

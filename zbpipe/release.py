@@ -187,7 +187,8 @@ class _Memoryless(torch.UntypedStorage):
 
 def _memoryless(tensor: torch.Tensor, place: torch.Tensor | None, function: str) -> torch.Tensor:
     """A twin without memory, whose error names ``function`` and the line that called it."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(1)
+    frame = frame.f_back or frame  # a thread may have begun with it
     twin = _C.twin(
         tensor,
         place,

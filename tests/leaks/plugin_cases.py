@@ -181,6 +181,9 @@ def test_warns(): leak()  # passed, warns of 60
 @no_tensor_leaks(action="ignore")
 def test_is_ignored(): leak()  # passed
 
+@no_tensor_leaks(action="ignore")
+def test_is_ignored_with_the_fixture(no_tensor_leaks): leak()  # passed
+
 @no_tensor_leaks(allow=[net, adam, lambda t: t.shape == (9,)])
 def test_allowed_by_the_marker():  # passed
     net(torch.ones(1, 2)).sum().backward()

@@ -1,5 +1,6 @@
 """check_tensor_leak: what it counts as a leak, to the byte, what may live on, and what it leaves behind, which is nothing."""
 
+import functools
 import gc
 import os
 import sys
@@ -22,6 +23,7 @@ from zbpipe import _C  # whether anything of what the allocator's tap remembers 
 from zbpipe.leaks import TensorLeakError, TensorLeakWarning, check_tensor_leak
 
 KEPT = []
+LEAF = torch.ones(2, 3, requires_grad=True)
 
 
 def keep(*sizes):
@@ -113,6 +115,14 @@ def test_traced_creation():
     assert checked(lambda: keep(1)).leaks[0].created is None
 
 
+def test_a_library_beside_torch_is_not_torch():
+    beside = f"{os.path.dirname(torch.__file__)}titan/model.py"
+    names = {"torch": torch}
+    exec(compile("def make():\n    return torch.ones(3)", beside, "exec"), names)
+    (leak,) = checked(lambda: KEPT.append(names["make"]()), trace=True).leaks
+    assert leak.created.endswith("torchtitan/model.py:2")
+
+
 def test_half_dead_modules_are_survived(monkeypatch):
     class Lazy(types.ModuleType):
         def __getattribute__(self, name):
@@ -169,6 +179,13 @@ def retained():
     return (lambda: hidden.sum().backward(retain_graph=True)), [x, hidden]
 
 
+def unusable_view():
+    base = LEAF.clone()
+    view = base.unbind()[0]
+    base.add_(1)
+    return view
+
+
 def made_of_several(make):
     make()
     return (lambda: KEPT.append(make())), KEPT
@@ -181,8 +198,10 @@ ALLOWED = {
     "distributed": dtensors,
     "iterator": lambda: parameters_by(lambda model: model.parameters()),
     "iterator in a list": lambda: parameters_by(lambda model: [model.parameters()]),
+    "iterator in a dictionary": lambda: parameters_by(lambda model: [{"weights": [model.parameters()]}]),
     "view of a dictionary": lambda: parameters_by(lambda model: dict(model.named_parameters()).values()),
     "retained gradients": retained,
+    "a view whose history is unusable": lambda: (unusable_view, unusable_view()),
     "list": lambda: (lambda: keep(3), KEPT),
     "dictionary": lambda: (lambda: keep(3), {"kept": KEPT}),
     "predicate": lambda: (lambda: keep(3), lambda tensor: tensor.numel() == 3),
@@ -305,7 +324,9 @@ LEFT = "a check is left once, after it was entered"
         (lambda: check_tensor_leak(5), TypeError, NO_FUNCTION),
         (lambda: check_tensor_leak(nn.Linear(2, 2)), TypeError, NO_FUNCTION),
         (lambda: check_tensor_leak("weights"), TypeError, NO_FUNCTION),
+        (lambda: check_tensor_leak(classmethod(len)), TypeError, NO_FUNCTION),
         (lambda: check_tensor_leak(coroutine), TypeError, LATER),
+        (lambda: check_tensor_leak(functools.partial(coroutine)), TypeError, LATER),
         (lambda: check_tensor_leak(generator), TypeError, LATER),
         (lambda: check_tensor_leak().__exit__(None, None, None), RuntimeError, LEFT),
         (lambda: entered().__exit__(None, None, None), RuntimeError, LEFT),

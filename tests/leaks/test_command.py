@@ -78,6 +78,12 @@ def test_a_run(name, run, tmp_path):
     assert (tmp_path / "grown.dot").exists() == has_grown
 
 
+def test_a_picture_that_cannot_be_drawn_costs_no_report(run):
+    source = TRAINING + "    import os\n    os.mkdir('grown.dot')\n"
+    status, said = run(source, *["8", "leak"], options=["--error", "--picture", "grown.dot"])
+    assert status == 3 and "grew, and is held by" in said and "the picture was not drawn: " in said
+
+
 def test_the_scripts_exception_passes_after_the_report(run, capsys):
     with pytest.raises(ZeroDivisionError):
         run(TRAINING + "    1 / 0\n", "6")
@@ -212,6 +218,9 @@ def test_without_the_agents_store_a_rank_prints_its_own(run, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     assert "rank 1 of 2:\nzbpipe leaks: 4 steps" in run(TRAINING, "6")[1]
+    for name in ("WORLD_SIZE", "RANK"):
+        monkeypatch.setenv(name, "")
+    assert "zbpipe leaks: 4 steps" in run(TRAINING, "6")[1]
 
 
 LATE = "    if os.environ['RANK'] == '1':\n        import time; time.sleep(4)\n"

@@ -109,7 +109,11 @@ def test_unmarked_tests(inner):
 
 def test_the_option_checks_every_test_but_those_that_are_ignored(inner):
     result = inner("--no-tensor-leaks", "-k", "test_leaks or test_is_ignored", test_unmarked=UNMARKED)
-    assert became(result) == {"test_leaks": "passed, leaks 60", "test_is_ignored": "passed"}
+    assert became(result) == {
+        "test_leaks": "passed, leaks 60",
+        "test_is_ignored": "passed",
+        "test_is_ignored_with_the_fixture": "passed",
+    }
 
 
 @pytest.mark.parametrize(

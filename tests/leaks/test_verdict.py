@@ -325,13 +325,14 @@ def test_the_end_by_steps_is_one_whatever_the_script_catches(run):
 
 
 def test_the_end_by_steps_on_a_thread_is_the_process_s(tmp_path):
-    begins = "thread = threading.Thread(target=train)\nthread.start()\nthread.join()\nprint('it went on')\n"
+    begins = "log = open('log', 'w')\nlog.write('so far')\nthread = threading.Thread(target=train)\nthread.start()\nthread.join()\nprint('it went on')\n"
     (tmp_path / "train.py").write_text(f"{HEAD}kept = []\ndef train():\n{STEPS_WITHIN}{begins}")
     command = ["-m", "zbpipe", "leaks", "--error", "--steps", "6", "train.py"]
     done = python(*command, cwd=tmp_path, OMP_NUM_THREADS="1")
     said = done.stdout + done.stderr
     assert done.returncode == 3 and "6 steps (Optimizer.step)" in said and f"{GLOBAL}kept" in said, said
     assert "Traceback" not in said and "it went on" not in said
+    assert (tmp_path / "log").read_text() == "so far"
 
 
 CLOSED = {

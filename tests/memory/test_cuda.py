@@ -1,5 +1,7 @@
 """Recordings of CUDA devices: a history played again (anywhere), and the whole of it (on a device)."""
 
+import re
+
 import pytest
 import torch
 
@@ -109,6 +111,7 @@ def test_a_history_that_is_not_whole_is_refused(monkeypatch, lose, more, words):
     for read in (lambda: rec.peak, lambda: rec.phases, lambda: rec.export("never.json")):
         with pytest.raises(RuntimeError, match=words):
             read()
+    assert re.search(words, str(rec))
 
 
 def test_refusals(monkeypatch):

@@ -115,6 +115,15 @@ def in_a_pass_that_marks_itself(rec):
     stage_backward_input([hungry(x)], [torch.ones(3)], [x], iter([]))
 
 
+def while_another_is_handled(rec):
+    try:
+        with rec.phase("fast"):
+            raise NotImplementedError
+    except NotImplementedError:
+        with rec.phase("slow"):
+            torch.empty(TOO_MUCH)
+
+
 def raised_again_in_another_phase(rec):
     try:
         with rec.phase("outer"), rec.phase("inner"):
@@ -130,6 +139,7 @@ PHASES = {
     "no phase": after_errors_that_were_handled,
     "B stage 2": in_a_backward,
     "I": in_a_pass_that_marks_itself,
+    "slow": while_another_is_handled,
     "inner": raised_again_in_another_phase,
 }
 
@@ -150,9 +160,19 @@ def test_other_errors_leave_nothing(tmp_path, error, caplog):
     assert not (tmp_path / "oom").exists() and not caplog.messages
 
 
+class Speechless(RuntimeError):
+    def __str__(self):
+        raise AttributeError("words")
+
+
 def test_what_is_out_of_memory():
-    ours = [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("out of paper")]
-    assert [*map(_out_of_memory.is_out_of_memory, ours)] == [True, True, False]
+    of_the_cpu = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes.")
+    others = [RuntimeError("out of paper"), Speechless()]
+    raised = [MemoryError(), of_the_cpu, torch.OutOfMemoryError("CUDA out of memory"), *others]
+    of = {"cpu": [True, True, False, False, False], "cuda": [False, False, True, False, False]}
+    for device, expected in of.items():
+        found = [_out_of_memory.is_out_of_memory(error, torch.device(device)) for error in raised]
+        assert found == expected, device
     one, two = ValueError(), ValueError()
     one.__cause__, two.__cause__ = two, one  # a circle
     assert list(_out_of_memory.causes(one)) == [one, two]

@@ -214,7 +214,7 @@ def test_a_recording_keeps_no_tensor_and_no_stage():
 def test_what_cannot_be_watched():
     with memory.record() as rec:
         stage = Stage(1)
-        for bad in (3, nn.Linear(1, 1), [None], [stage, None]):
+        for bad in (3, "stage", nn.Linear(1, 1), [None], [stage, None]):
             with pytest.raises(TypeError, match="expected a pipeline stage"):
                 rec.watch(bad)
         assert "forward_one_chunk" not in vars(stage), "refused before anything is changed"

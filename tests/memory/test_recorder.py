@@ -7,6 +7,7 @@ import threading
 from dataclasses import astuple
 from itertools import accumulate
 
+import numpy as np
 import pytest
 import torch
 from support.processes import in_own_process
@@ -146,6 +147,7 @@ REFUSED = [
     (TypeError, lambda: memory.record(max_events="many"), "max_events is 'many'; expected"),
     (TypeError, lambda: memory.record().phase(3), f"kind is 3; {PHASE}"),
     (TypeError, lambda: memory.record().phase(torch.ones(1)), f"kind is a Tensor; {PHASE}"),
+    (TypeError, lambda: memory.record().phase("I", microbatch="3"), "cannot be interpreted as an integer"),
     (TypeError, lambda: memory.held(None), "groups is None; expected a group or groups"),
     (TypeError, lambda: memory.held([], 3), r"module is 3; expected a torch\.nn\.Module"),
 ]
@@ -293,12 +295,13 @@ def test_phases_nest_overlap_and_go_on_in_other_threads():
         thread = threading.Thread(target=work)
         thread.start()
         both.wait()
-        with rec.phase("outer"), rec.phase("inner"):
+        with rec.phase("outer", microbatch=np.int64(3)), rec.phase("inner"):
             torch.empty(10)
         both.wait()
         thread.join()
     found = {p.kind: (p.peak, p.allocated) for p in rec.phases}
     assert found == {"other": (40, 60), "outer": (40, 40), "inner": (40, 40)}
+    assert json.dumps([p.microbatch for p in rec.phases if p.kind == "outer"]) == "[3]"
     assert len({p.thread for p in rec.phases}) == 2
 
 

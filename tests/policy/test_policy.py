@@ -220,9 +220,14 @@ def generator():
     yield zb.get_policy()
 
 
-@pytest.mark.parametrize("function", [coroutine, generator])
+class Coroutine:
+    async def __call__(self):
+        return zb.get_policy()
+
+
+@pytest.mark.parametrize("function", [coroutine, generator, Coroutine()])
 def test_a_function_that_runs_after_its_call_is_refused(function):
-    with pytest.raises(TypeError, match=f"{function.__name__} runs after its call has returned"):
+    with pytest.raises(TypeError, match=r"\w+.* runs after its call has returned"):
         zb.policy(defer="all")(function)
 
 

@@ -1,9 +1,11 @@
 """deallocate_output: the memory goes, the backward stays what it was, and reading what is gone raises."""
 
+import _thread
 import copy
 import inspect
 import io
 import pickle
+import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import ForkingPickler
 
@@ -377,6 +379,16 @@ def test_it_says_on_which_line_the_first_gave_it_up():
     zbpipe.deallocate_output(out)
     zbpipe.deallocate_output(out)
     with pytest.raises(RuntimeError, match=rf"{GONE} at .*test_deallocate.py:{line}: its values are gone"):
+        out.sum()
+
+
+def test_a_thread_may_begin_with_it():
+    out, end = output(), time.monotonic() + 30
+    ref = memory(out)
+    _thread.start_new_thread(zbpipe.deallocate_output, (out,))
+    while not ref.expired() and time.monotonic() < end:
+        time.sleep(0.01)
+    with pytest.raises(RuntimeError, match=GONE):
         out.sum()
 
 

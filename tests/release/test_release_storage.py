@@ -68,6 +68,13 @@ def with_gradient():
     return leaf.grad, leaf
 
 
+def beside_an_unusable_view():
+    base = torch.ones(2, 3, requires_grad=True) * 2
+    unusable = base.unbind()[0]
+    base.mul_(2)
+    return product_and(lambda t: (t.view(-1), unusable))()
+
+
 def product_and(hold):
     def make():
         tensor = product()
@@ -94,6 +101,7 @@ HELD = {
         product_and(lambda t: (t.view(-1), t.detach())),
         ["a tensor without history of float32 [3, 4] on cpu", "a view of float32 [12] on cpu"],
     ),
+    "a view, beside another whose history is unusable": (beside_an_unusable_view, ["a view of float32 [12] on cpu"]),
     "a base": (lambda: product_and(lambda t: t.view(-1))()[::-1], [BASE]),
     "a base that Python has forgotten": (lambda: (product()[1:], None), [BASE]),
     "a parameter": (lambda: detached(nn.Parameter(torch.ones(3))), ["a parameter of float32 [3] on cpu"]),

@@ -146,7 +146,10 @@ def _report(steps: Steps, given: argparse.Namespace) -> tuple[str, int]:
     said = [*said, f"({_as_of(steps, growth)})"] if said else [nothing]
     if given.picture and steps.found:
         leaks = sorted((leak for grown in steps.found for leak in grown.leaks), key=lambda leak: -leak.bytes)
-        Report(leaks, growth.cycles if leaks else []).draw(given.picture)
+        try:
+            Report(leaks, growth.cycles if leaks else []).draw(given.picture)
+        except Exception as failed:
+            said.append(f"the picture was not drawn: {failed}")
     return "\n\n".join([head, growth.counts_table(), "\n".join(said)]), GREW if given.error and steps.found else 0
 
 

@@ -25,11 +25,11 @@ _UNREACHABLE = (RuntimeError, OSError, ValueError)  # the agent has gone, or is 
 
 
 def rank() -> int:
-    return int(os.environ.get("RANK", "0"))
+    return int(os.environ.get("RANK") or 0)
 
 
 def count() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def say_together(text: str, stdout: Any, has_failed: bool) -> None:

@@ -86,6 +86,15 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor._base
 
 
+def own_grad_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Its ``.grad``, without torch's warning where it has none."""
+    try:
+        has_one = tensor.is_leaf or tensor.retains_grad
+    except RuntimeError:  # a view whose history an in-place change has made unusable
+        return None
+    return tensor.grad if has_one else None
+
+
 def version_of(tensor: torch.Tensor) -> int:
     """How often the tensor's memory was changed in place; -1 of an inference tensor, which does not count."""
     return -1 if tensor.is_inference() else tensor._version

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from zbpipe._formatting import argument
-from zbpipe._torch.autograd import without_torch_functions
+from zbpipe._torch.autograd import own_grad_of, without_torch_functions
 from zbpipe.leaks._python import array_type
 
 ACTIONS = ("warn", "error", "record")
@@ -26,15 +26,20 @@ def checked(action: object, allow: Any) -> tuple[Any, ...]:
     if action not in ACTIONS:
         raise ValueError(f"action is {argument(action)}; expected one of {', '.join(map(repr, ACTIONS))}")
     allow = list(allow) if issubclass(type(allow), _ONCE) else allow
-    listed: list[Any] = []
     for thing in allow if isinstance(allow, _COLLECTIONS[1:]) else (allow,):
-        if issubclass(type(thing), _ONCE):
-            listed.append(list(thing))
-        elif not issubclass(type(thing), _KNOWN) and not callable(thing):
+        if not issubclass(type(thing), (*_KNOWN, *_ONCE)) and not callable(thing):
             raise TypeError(
                 f"allow holds a {type(thing).__name__}; expected tensors, modules, optimizers, collections of them, or "
                 "functions that say of a tensor whether it may live"
             )
+    listed, todo, seen = list[Any](), [allow], set[int]()
+    while todo:
+        thing = todo.pop()
+        if issubclass(type(thing), _ONCE):
+            listed.append(thing := list(thing))
+        if issubclass(type(thing), _COLLECTIONS) and id(thing) not in seen:
+            seen.add(id(thing))
+            todo += thing.values() if issubclass(type(thing), dict) else thing
     return (allow, *listed)
 
 
@@ -56,7 +61,7 @@ def parts_of(allow: Iterable[Any]) -> tuple[list[torch.Tensor], list[Callable[[t
                 tensors.append(thing)
                 with contextlib.suppress(Exception):  # none but a wrapper (a DTensor, say) says what it is made of
                     todo += [getattr(thing, name) for name in thing.__tensor_flatten__()[0]]
-                todo += [thing.grad] if (thing.is_leaf or thing.retains_grad) and thing.grad is not None else []
+                todo.append(own_grad_of(thing))
             elif issubclass(kind, torch.nn.Module):
                 holders += thing.modules()
                 todo += [*thing.parameters(), *thing.buffers()]

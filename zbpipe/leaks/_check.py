@@ -68,7 +68,8 @@ class Check:
         Raises:
             TypeError: no function, or one that runs after its call has returned (a generator or coroutine function).
         """
-        if not (inspect.isroutine(function) or isinstance(function, functools.partial)):
+        is_function = inspect.isroutine(function) or isinstance(function, functools.partial)
+        if not is_function or not callable(function):
             raise TypeError(
                 f"check_tensor_leak was given a {type(function).__name__} to check; expected a function, or pass what "
                 "may live on as allow=..."
@@ -136,10 +137,12 @@ class Check:
     def _exempted(self) -> Iterator[None]:
         """What is born inside is no leak of this check's."""
         since, blocks, older = _C.next_serial(), allocator.blocks_now(), storages_now()
-        yield
-        self._exempt.append(range(since, _C.next_serial()))
-        self._cuda_before |= allocator.blocks_now() - blocks
-        self._others.append((older, storages_now()))
+        try:
+            yield
+        finally:
+            self._exempt.append(range(since, _C.next_serial()))
+            self._cuda_before |= allocator.blocks_now() - blocks
+            self._others.append((older, storages_now()))
 
     def _look(self) -> Report:
         report = Report()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from zbpipe.leaks._results import Cycle, Holder, Leak, is_a_librarys_own
 from zbpipe.leaks._ways import Ways, is_part
 from zbpipe.leaks._words import Words
 
-OWN_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+OWN_CODE = tuple(os.path.join(folder, "") for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 UNSEEN = "C or C++ that cannot be seen"
 
 

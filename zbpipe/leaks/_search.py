@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import gc
+import os
 import sys
 import threading
 from collections.abc import Iterable
@@ -23,7 +24,8 @@ from zbpipe.leaks._ways import Ways
 
 __all__ = ["Found", "Result", "Scope", "find_holders", "natives_now", "others_of", "search", "storages_now"]
 
-_HERE = (str(Path(__file__).parent), str(Path(__file__).parents[1] / "_cli"))  # whose frames hold nothing of the user's
+_PACKAGE = Path(__file__).parents[1]
+_HERE = tuple(os.path.join(_PACKAGE, part, "") for part in ("leaks", "_cli"))  # whose frames hold nothing of the user's
 
 
 def search(scope: Scope) -> Result:

@@ -2,8 +2,9 @@
 
 A test is watched from before its set-up until after its teardown, so what its fixtures own is no leak. A leak is an
 error of the teardown. No leak is what fixtures of a wider scope (class, module, package, session) made, in whichever
-test they were set up, and what their values have gained since: a parameter's ``.grad``, an entry in a cache. A test
-that failed is not judged, and its report says so: pytest keeps its traceback, which holds the frames' variables.
+test they were set up, and what their values have gained since: a parameter's ``.grad``, an entry in a collection at
+most four deep. A test that failed is not judged, and its report says so: pytest keeps its traceback, which holds the
+frames' variables.
 """
 
 import contextlib
@@ -176,7 +177,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> _Wrapper:
             warning.args = (_text(item, report),)
             path, line, _ = item.reportinfo()
             warnings.warn_explicit(warning, None, str(path), (line or 0) + 1)
-        elif report:
+        elif report and watch.action == "error":
             raise _Leaked(_text(item, report), report)
     return result
 

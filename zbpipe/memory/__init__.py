@@ -39,7 +39,7 @@ def record(
     Args:
         device: "cpu", or a CUDA device, whose allocator is recorded.
         max_events: the most events that the log takes, at 48 bytes an event. With more events the log is lost, and
-            counters and phases stay exact. 0 means no log, which is cheap enough to leave on.
+            on the CPU counters and phases stay exact. 0 means no log, which is cheap enough to leave on.
         on_out_of_memory: a folder, made when it is needed. If an allocation on the device fails for want of memory, a
             report is left there when the error leaves the with block: ``rank3.txt``, or ``process4711.txt`` without a
             rank. It says what was asked for, in which phase and on which line. It has all phases, and the ten largest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -34,12 +35,13 @@ def reporter(folder: Path) -> Callable[[Any, BaseException | None], None]:
 
 def _report(folder: Path, since: int, older: object, recording: Any, error: BaseException | None) -> None:
     """Writes the report if memory ran out. Logs what cannot be written, and never raises beside the program's error."""
-    raised = next(filter(is_out_of_memory, causes(error)), None)
-    if raised is None:
+    known = [*causes(error)]
+    at = next((at for at, cause in enumerate(known) if is_out_of_memory(cause, recording.device)), None)
+    if at is None:
         return
-    phases = [vars(cause)[ENDED] for cause in causes(error) if ENDED in vars(cause)]
+    raised, phases = known[at], [vars(cause)[ENDED] for cause in known[: at + 1] if ENDED in vars(cause)]
     head = f"out of memory on {recording.device} in {phases[-1] if phases else 'no phase'}"
-    rank = os.environ.get("RANK")
+    rank = os.environ.get("RANK") or None
     stem = folder / (f"process{os.getpid()}" if rank is None else f"rank{rank}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -76,9 +78,14 @@ def _holders(device: str, since: int, older: object) -> str:
     return "\n\n".join(map(str, [head, *leaks[:_HOLDERS]]))
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    is_of_the_cpu = isinstance(error, RuntimeError) and any(words in str(error) for words in _OF_THE_CPU)
-    return is_of_the_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError))
+def is_out_of_memory(error: BaseException, device: torch.device) -> bool:
+    """Whether it says so of the device: Python's own MemoryError is of the CPU."""
+    if device.type != "cpu":
+        return isinstance(error, torch.OutOfMemoryError)
+    with contextlib.suppress(Exception):  # a program's own class may fail to say anything
+        if isinstance(error, RuntimeError):
+            return any(words in str(error) for words in _OF_THE_CPU)
+    return isinstance(error, MemoryError)
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -32,11 +32,10 @@ from zbpipe._formatting import argument, in_words
 from zbpipe._stage import self_check
 from zbpipe.memory._export import Path, draw, export, peak_table, phase_table
 from zbpipe.memory._log import ENDED, Allocation, AtPeak, Ended, Log, Marks, Named, Phase, events_of, label, phase_of
-from zbpipe.memory._stages import METHODS, Method, stages_in
+from zbpipe.memory._stages import METHODS, Method, lock, stages_in
 
 _PASSES = ("I", "W", "B")
-_running: list[Recording] = []
-_lock = threading.Lock()  # of it, and of watched stages
+_running: list[Recording] = []  # under the lock
 
 
 def _observed(kind: str, run: Callable[..., Any], /, *args: Any) -> Any:
@@ -81,14 +80,14 @@ class Recording:
         if self._is_traced:
             _C.trace_start()
         self._is_running = True
-        with _lock:
+        with lock:
             _running.append(self)
             passes.observer = _observed
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         self._is_running, self._is_over = False, True
-        with _lock:
+        with lock:
             _running.remove(self)
             passes.observer = _observed if _running else None
             for stage, name in itertools.product(self._watched, METHODS):
@@ -143,10 +142,11 @@ class Recording:
             A context manager, to be entered once.
 
         Raises:
-            TypeError: ``kind`` is no str.
+            TypeError: ``kind`` is no str, or a number is no integer.
         """
         if not isinstance(kind, str):
             raise TypeError(f"kind is {argument(kind)}; expected the phase's name, and its number as microbatch=...")
+        stage, microbatch = (None if number is None else operator.index(number) for number in (stage, microbatch))
         return _Marked(self._mark, self._in_pass, self._ended, (kind, stage, microbatch))
 
     def _mark(self) -> int | None:
@@ -172,7 +172,7 @@ class Recording:
         if not self._is_running:
             raise RuntimeError("watch() was called outside of the recording; call it within its with block")
         given = list(stages_in(stages))
-        with _lock:
+        with lock:
             self._watched.update(given)
             for stage, name in itertools.product(given, METHODS):
                 if not isinstance(vars(stage).get(name), Method):
@@ -282,6 +282,8 @@ class Recording:
     def __str__(self) -> str:
         if not self._is_running and not self._is_over:
             return f"{self.device}: not entered yet"
+        if why := getattr(self._log, "unreadable", ""):
+            return f"{self.device}: {why}"
         peak, live, allocated = map(in_words, (self.peak, self.live, self.allocated))
         lines = [f"{self.device}: peak {peak}, live {live}, {allocated} in {self.allocations} allocations"]
         lines += [f"incomplete: {self.incomplete}"] if self.incomplete else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,8 @@ from zbpipe._torch.pipelining import stages_of
 
 if TYPE_CHECKING:
     from zbpipe.memory._recording import Recording
+
+lock = threading.Lock()  # of the recordings that run, and of those that each stage has
 
 METHODS: dict[str, Callable[[dict[str, Any]], str]] = {
     "forward_one_chunk": lambda _: "forward",
@@ -28,7 +31,7 @@ def stages_in(stages: Any) -> Iterator[Any]:
         yield stages
     elif (of_schedule := stages_of(stages)) is not None:
         yield from of_schedule
-    elif isinstance(stages, Iterable):
+    elif isinstance(stages, Iterable) and not isinstance(stages, str):  # whose parts are strings
         for stage in stages:
             yield from stages_in(stage)
     else:
@@ -52,7 +55,9 @@ class Method:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # By its class, now: zbpipe's patch and whoever else changes the class between two calls must be met.
         method = self._own or functools.partial(getattr(type(self._stage), self._name), self._stage)
-        if not (recordings := list(self.recordings)):
+        with lock:  # another thread may begin or end one
+            recordings = list(self.recordings)
+        if not recordings:
             return method(*args, **kwargs)
         arguments = self._signature.bind(*args, **kwargs).arguments
         microbatch = arguments.get("fwd_chunk_id", arguments.get("bwd_chunk_id"))
