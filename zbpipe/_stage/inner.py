@@ -1,7 +1,7 @@
 """What passes run in: the caller's context, and ``policy(main_grad=True)`` for the backwards within them."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,19 +11,18 @@ from zbpipe._policy import Policy
 from zbpipe._torch import autograd, main_grad
 
 
-@contextmanager
-def backwards(policy: Policy) -> Iterator[None]:
+def backwards(policy: Policy) -> AbstractContextManager[None]:
     """What a pass runs in. Under ``main_grad=True`` it moves to ``main_grad`` what backwards within the pass add to
     ``.grad``, such as a reentrant checkpoint's."""
-    with autograd.with_callers_context(), _moving() if policy.main_grad else nullcontext():
-        yield
+    context = autograd.with_callers_context()
+    return _moving(context) if policy.main_grad else context
 
 
 @contextmanager
-def _moving() -> Iterator[None]:
+def _moving(context: AbstractContextManager[None]) -> Iterator[None]:
     added: set[Any] = set()
     try:
-        with autograd.inner_backwards_through(partial(_into_main_grad, added)):
+        with context, autograd.inner_backwards_through(partial(_into_main_grad, added)):
             yield
     finally:
         for weight in added:
