@@ -27,11 +27,12 @@ def around(module: Any, backward_type: str, param_groups: Iterable[Any]) -> Iter
 
 def around_own(param_groups: Iterable[ParamGroup]) -> contextlib.AbstractContextManager[None]:
     """A context for W in a loop of one's own. Raises RuntimeError."""
-    weights = [weight for group in param_groups for weight in served_by(group)]
-    states = fsdp.states_of(weights)
-    if states:
-        scale.refuse_reducer(((described(weight), weight) for weight in weights), "these groups", "fully_shard")
-    return _around_weight_pass(states, param_groups) if states else contextlib.nullcontext()
+    states = fsdp.states_of(weight for group in param_groups for weight in served_by(group))
+    if not states:
+        return contextlib.nullcontext()
+    named = ((described(weight), weight) for group in param_groups for weight in served_by(group))
+    scale.refuse_reducer(named, "these groups", "fully_shard")
+    return _around_weight_pass(states, param_groups)
 
 
 def served_by(group: ParamGroup) -> tuple[torch.Tensor, ...]:
