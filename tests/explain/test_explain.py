@@ -204,6 +204,15 @@ def test_a_first_stage():
     assert explained.bytes_held == 8 * 3 * 4 * 4, "what the three nodes have saved, and the output's gradient"
 
 
+def test_what_the_module_does_not_list_is_counted():
+    others = [torch.randn(4, 4, dtype=f64, requires_grad=True) for _ in range(2)]
+    stage = Stage(lambda m, x: x @ m.a @ others[0] @ others[1], a=(4, 4))
+    explained = zbpipe.explain(stage, torch.randn(3, 4, dtype=f64))
+    assert [plan.name for plan in explained.parameters] == ["a"]
+    (note,) = explained.notes
+    assert note.startswith("2 more leaves of the graph, not among the module's parameters, which a patched stage's")
+
+
 def test_excluded_parameters_are_the_modules_own():
     stage = Stage(lambda m, x: (x @ m.a).sin() @ m.b, a=(4, 4), b=(4, 4))
     with zbpipe.policy(exclude=[stage.b]):

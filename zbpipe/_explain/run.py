@@ -18,7 +18,7 @@ from zbpipe._formatting import argument
 from zbpipe._policy import Policy, get_policy
 from zbpipe._stage.input_pass import input_pass
 from zbpipe._tasks import tasks_of
-from zbpipe._torch.autograd import is_dtensor, placed, with_its_edge
+from zbpipe._torch.autograd import is_dtensor, leaves_behind, placed, with_its_edge
 from zbpipe._torch.ddp import is_ddp
 from zbpipe._torch.dispatch import pytree
 from zbpipe._torch.modules import is_under_fully_shard
@@ -170,6 +170,10 @@ def _try(
     ends = [get_gradient_edge(output) for output, _ in given_grads]
     grads = [grad for _, grad in given_grads]
     del result, outputs, given_grads
+    served = {id(tensor) for tensor in (*inputs, *weights, *module.parameters())}
+    if others := sum(id(leaf) not in served for leaf in leaves_behind(ends)):
+        more = f"{others} more lea{'f' if others == 1 else 'ves'} of the graph"
+        found.notes[f"{more}, not among the module's parameters, which a patched stage's I and W serve, too"] = None
     groups = input_pass(tuple(ends), tuple(grads), tuple(inputs), (*weights, *module.parameters()), policy)[1]
     for group in groups:
         group._is_awaited = False
