@@ -51,10 +51,9 @@ def place_of(node: str, kind: str, why: str, defer: str) -> tuple[str, str]:
         return "W", "the node is run again: its factors are of a subclass, sparse, complex, conjugated or left packed"
     if kind in ("product", "deferred"):
         return "W", "" if kind == "product" else "the node is run again for its weights"
-    is_compiled = node.startswith("CompiledFunction")
-    function = "compiled" if is_compiled else "custom Function, nothing handed over by zbpipe.defer"
+    compiled = node.startswith("CompiledFunction")
     return "I", {
-        "function": f"{function}: runs whole in I",
+        "function": f"{'compiled' if compiled else 'custom Function that defers nothing'}: runs whole in I",
         "post hook": "a hook on its node is owed all of its gradients at once",
         "policy": f"policy defer={defer!r}",
         "excluded": "policy exclude= names one of its parameters",

@@ -27,7 +27,7 @@ BLOCK = re.compile(r"^(?:<!-- numbers within (\d+) % -->\n)?```(\S*)\n(.*?)^```$
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 # Run by others: the install tests, CI, the Makefile's own targets.
 SET_UP = re.compile(
-    r"(pip install (--no-build-isolation )?(torch|\.|-e \.|zbpipe)|uv pip install|make [a-z-]+|git clone|python -m build)( .*)?(#.*)?"
+    r"(pip install (--no-build-isolation )?(torch(==[0-9.]+)?|\.|-e \.|zbpipe)|uv pip install|make [a-z-]+|git clone|python -m build)( .*)?(#.*)?"
 )
 # Other torches run every block too; what they print may differ in which nodes and phases there are.
 IS_WRITTEN_FOR = torch.__version__.startswith("2.13.")

@@ -61,7 +61,7 @@ I_REASONS = {
     "a custom Function": (
         lambda m, x: Plain.apply(x, m.a),
         {},
-        "custom Function, nothing handed over by zbpipe.defer: runs whole in I",
+        "custom Function that defers nothing: runs whole in I",
     ),
     "a post hook": (post_hook, {}, "a hook on its node is owed all of its gradients at once"),
     "the policy": (lambda m, x: x @ m.a, {"defer": "nothing"}, "policy defer='nothing'"),

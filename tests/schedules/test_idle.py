@@ -84,7 +84,7 @@ def one_expert(module, x):
     return torch.cat([x @ module.weights[0], x[:0] @ module.weights[1]])
 
 
-NEEDS_BASE = "custom Function, nothing handed over by zbpipe.defer: runs whole in I"
+NEEDS_BASE = "custom Function that defers nothing: runs whole in I"
 SAID = {
     "a Function": (lambda: Of(through(Product)), {}, f"0 of 1 matrices, 0 % .*1 by ProductBackward: {NEEDS_BASE}"),
     "five of six": (lambda: Of(through(Product), 5, linear=linear()), {}, "1 of 6 matrices, 17 % .*5 by ProductBack"),
