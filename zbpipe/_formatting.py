@@ -21,9 +21,9 @@ def refuse_what_runs_later(function: Any) -> None:
     later = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
     bodies = [function, type(function).__call__] if callable(function) else []
     if any(runs_later(body) for runs_later in later for body in bodies):
+        name = getattr(function, "__qualname__", argument(function))
         raise TypeError(
-            f"{getattr(function, '__qualname__', function)} runs after its call has returned (a coroutine or generator "
-            "function); write a with block inside it"
+            f"{name} runs after its call has returned (a coroutine or generator function); write a with block inside it"
         )
 
 

@@ -4,10 +4,8 @@ Names, signatures and results are those of torch's functions (as of torch 2.15):
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
-from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,7 +19,6 @@ from zbpipe._stage.input_pass import BackwardError, input_pass
 
 ParamGroup = _C.ParamGroup
 Grads = tuple[torch.Tensor | None, ...]
-_WEIGHTS_OF = attrgetter("weights")
 
 # Set by zbpipe.memory while it records: runs a pass, given "I", "W" or "B" (a whole backward), function and arguments.
 # Read once a pass, for a recording may end on another thread.
@@ -190,9 +187,6 @@ def _check_listed(weights: tuple[Any, ...], groups: tuple[Any, ...]) -> None:
         if not isinstance(weight, torch.Tensor):
             raise TypeError(f"weights[{i}] is {argument(weight)}; expected a tensor")
     known = set(map(id, weights))
-    with suppress(RuntimeError):  # of a group whose W is running, which _C refuses
-        if known.issuperset(map(id, chain.from_iterable(map(_WEIGHTS_OF, groups)))):
-            return
     more = "" if weights else ", in a list: an iterator serves one call"
     for i, group in enumerate(groups):
         for weight in fsdp.served_by(group):

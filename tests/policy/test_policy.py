@@ -225,9 +225,11 @@ class Coroutine:
         return zb.get_policy()
 
 
-@pytest.mark.parametrize("function", [coroutine, generator, Coroutine()])
-def test_a_function_that_runs_after_its_call_is_refused(function):
-    with pytest.raises(TypeError, match=r"\w+.* runs after its call has returned"):
+@pytest.mark.parametrize(
+    ("function", "name"), [(coroutine, "coroutine"), (generator, "generator"), (Coroutine(), "^a Coroutine")]
+)
+def test_a_function_that_runs_after_its_call_is_refused(function, name):
+    with pytest.raises(TypeError, match=f"{name} runs after its call has returned"):
         zb.policy(defer="all")(function)
 
 

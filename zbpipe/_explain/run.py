@@ -170,11 +170,12 @@ def _try(
     ends = [get_gradient_edge(output) for output, _ in given_grads]
     grads = [grad for _, grad in given_grads]
     del result, outputs, given_grads
-    served = {id(tensor) for tensor in (*inputs, *weights, *module.parameters())}
+    listed = (*weights, *module.parameters())
+    served = {id(tensor) for tensor in (*inputs, *listed)}
     if others := sum(id(leaf) not in served for leaf in leaves_behind(ends)):
         more = f"{others} more lea{'f' if others == 1 else 'ves'} of the graph"
         found.notes[f"{more}, not among the module's parameters, which a patched stage's I and W serve, too"] = None
-    groups = input_pass(tuple(ends), tuple(grads), tuple(inputs), (*weights, *module.parameters()), policy)[1]
+    groups = input_pass(tuple(ends), tuple(grads), tuple(inputs), listed, policy)[1]
     for group in groups:
         group._is_awaited = False
     _check_reached(module, groups)

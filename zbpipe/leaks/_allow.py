@@ -18,7 +18,7 @@ ACTIONS = ("warn", "error", "record")
 _ONCE = (Iterator, MappingView)  # can be looked into once, as a module's parameters(), or changes
 _DEPTH = 4  # of collections in a fixture's value or a window, within which tensors are theirs
 _COLLECTIONS = (dict, list, tuple, set, frozenset)
-_KNOWN = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, *_COLLECTIONS)
+_KNOWN = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer, *_COLLECTIONS, *_ONCE)
 
 
 def checked(action: object, allow: Any) -> tuple[Any, ...]:
@@ -27,7 +27,7 @@ def checked(action: object, allow: Any) -> tuple[Any, ...]:
         raise ValueError(f"action is {argument(action)}; expected one of {', '.join(map(repr, ACTIONS))}")
     allow = list(allow) if issubclass(type(allow), _ONCE) else allow
     for thing in allow if isinstance(allow, _COLLECTIONS[1:]) else (allow,):
-        if not issubclass(type(thing), (*_KNOWN, *_ONCE)) and not callable(thing):
+        if not issubclass(type(thing), _KNOWN) and not callable(thing):
             raise TypeError(
                 f"allow holds a {type(thing).__name__}; expected tensors, modules, optimizers, collections of them, or "
                 "functions that say of a tensor whether it may live"

@@ -68,8 +68,7 @@ class Check:
         Raises:
             TypeError: no function, or one that runs after its call has returned (a generator or coroutine function).
         """
-        is_function = inspect.isroutine(function) or isinstance(function, functools.partial)
-        if not is_function or not callable(function):
+        if not (callable(function) and (inspect.isroutine(function) or isinstance(function, functools.partial))):
             raise TypeError(
                 f"check_tensor_leak was given a {type(function).__name__} to check; expected a function, or pass what "
                 "may live on as allow=..."

@@ -18,7 +18,8 @@ from zbpipe.leaks._results import Cycle, Holder, Leak, is_a_librarys_own
 from zbpipe.leaks._ways import Ways, is_part
 from zbpipe.leaks._words import Words
 
-OWN_CODE = tuple(os.path.join(folder, "") for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+PACKAGE = os.path.join(Path(__file__).parents[1], "")
+OWN_CODE = (os.path.join(Path(torch.__file__).parent, ""), PACKAGE)
 UNSEEN = "C or C++ that cannot be seen"
 
 

@@ -8,7 +8,6 @@ import os
 import sys
 import threading
 from collections.abc import Iterable
-from pathlib import Path
 from traceback import walk_stack
 from typing import Any
 
@@ -17,15 +16,14 @@ import torch
 from zbpipe import _C
 from zbpipe.leaks import _python
 from zbpipe.leaks._collector import collector
-from zbpipe.leaks._found import Found, Result, Scope, Telling
+from zbpipe.leaks._found import PACKAGE, Found, Result, Scope, Telling
 from zbpipe.leaks._heap import Heap, natives_of
 from zbpipe.leaks._results import Leak
 from zbpipe.leaks._ways import Ways
 
 __all__ = ["Found", "Result", "Scope", "find_holders", "natives_now", "others_of", "search", "storages_now"]
 
-_PACKAGE = Path(__file__).parents[1]
-_HERE = tuple(os.path.join(_PACKAGE, part, "") for part in ("leaks", "_cli"))  # whose frames hold nothing of the user's
+_HERE = tuple(os.path.join(PACKAGE, part, "") for part in ("leaks", "_cli"))  # whose frames hold nothing of the user's
 
 
 def search(scope: Scope) -> Result:

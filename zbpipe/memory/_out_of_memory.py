@@ -41,8 +41,8 @@ def _report(folder: Path, since: int, older: object, recording: Any, error: Base
         return
     raised, phases = known[at], [vars(cause)[ENDED] for cause in known[: at + 1] if ENDED in vars(cause)]
     head = f"out of memory on {recording.device} in {phases[-1] if phases else 'no phase'}"
-    rank = os.environ.get("RANK") or None
-    stem = folder / (f"process{os.getpid()}" if rank is None else f"rank{rank}")
+    rank = os.environ.get("RANK")
+    stem = folder / (f"rank{rank}" if rank else f"process{os.getpid()}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with open(f"{stem}.txt", "w", encoding="utf-8") as file:
