@@ -19,7 +19,7 @@ static int share_engine(zbp_group *const *group, size_t count)
     for (size_t g = 0; g < count; g++) {
         for (uint32_t w = 0; w < group[g]->book.weight_count && status == ZBP_OK; w++) {
             if (is_engines(group[g], w))
-                status = zbp_map_add(&engine, zbp_weight_key(group[g], w), 0);
+                status = zbp_map_add(&engine, zbp_weight_key(group[g], w), NULL);
         }
     }
     for (size_t g = 0; g < count && status == ZBP_OK && engine.count > 0; g++) {
@@ -82,7 +82,7 @@ static int join_run(zbp_group *group, zbp_map *weights)
 
     for (uint32_t w = 0; w < group->book.weight_count && status == ZBP_OK; w++) {
         if (!group->book.weight[w].is_added)
-            status = zbp_map_add(weights, zbp_weight_key(group, w), 0);
+            status = zbp_map_add(weights, zbp_weight_key(group, w), NULL);
     }
     if (status == ZBP_OK)
         zbp_book_give_up_paths(&group->book, &group->layout);

@@ -58,8 +58,8 @@ static void overflow(void)
     CHECK(zbp_graph_add_node(&graph, model_key(0), NULL) == ZBP_OK);
     graph.node_count = UINT32_MAX - 1;
     CHECK(zbp_graph_add_node(&graph, model_key(1), &id) == ZBP_ENOMEM && id == 7);
-    CHECK(zbp_graph_add_node(&graph, model_key(0), &id) == ZBP_OK && id == 0);
     graph.node_count = 1;
+    CHECK(zbp_graph_add_node(&graph, model_key(0), &id) == ZBP_OK && id == 0);
     graph.edge_count = UINT32_MAX - 1;
     CHECK(zbp_graph_add_edge(&graph, 0, 0, 0) == ZBP_ENOMEM);
     graph.edge_count = 0;

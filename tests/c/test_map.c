@@ -21,9 +21,11 @@ static void model(void)
         REQUIRE(there == (expected[k] != 0) && value == (there ? expected[k] - 1 : 7));
         if (model_below(&random, 4) != 0)
             continue;
-        REQUIRE(zbp_map_add(&map, key, i) == ZBP_OK);
+        value = i;
+        REQUIRE(zbp_map_add(&map, key, &value) == ZBP_OK);
         if (!there)
             expected[k] = i + 1;
+        REQUIRE(value == expected[k] - 1);
         REQUIRE(map.count == (added += !there) && zbp_map_find(&map, key, NULL));
     }
     zbp_map_fini(&map);
@@ -41,7 +43,7 @@ static void strides(void)
         size_t longest = 0, run = 0;
 
         for (uint32_t i = 1; i <= 10000; i++)
-            REQUIRE(zbp_map_add(&map, (const void *)(i * stride[s]), i) == ZBP_OK);
+            REQUIRE(zbp_map_add(&map, (const void *)(i * stride[s]), &i) == ZBP_OK);
         for (size_t i = 0; i < map.capacity; i++) {
             run = map.slot[i].key == NULL ? 0 : run + 1;
             longest = run > longest ? run : longest;
@@ -56,19 +58,19 @@ static void failed_growth_keeps_the_data(void)
     uint32_t i = 0, value = 0, before;
     zbp_map map = {0};
 
-    CHECK(zbp_map_add(&map, model_key(i), i) == ZBP_OK);
+    CHECK(zbp_map_add(&map, model_key(i), &i) == ZBP_OK);
     count.fail_at = count.calls;
-    while (i < 1000 && zbp_map_add(&map, model_key(i), i) == ZBP_OK)
+    while (i < 1000 && zbp_map_add(&map, model_key(i), &i) == ZBP_OK)
         i++;
     before = map.count;
     CHECK(i > 100 && i < 1000 && before == i);
-    CHECK(zbp_map_add(&map, model_key(i), i) == ZBP_ENOMEM);
+    CHECK(zbp_map_add(&map, model_key(i), &i) == ZBP_ENOMEM);
     CHECK(map.count == before && !zbp_map_find(&map, model_key(i), NULL));
     for (uint32_t k = 0; k < i; k++)
-        CHECK(zbp_map_add(&map, model_key(k), 0) == ZBP_OK &&
+        CHECK(zbp_map_add(&map, model_key(k), NULL) == ZBP_OK &&
               zbp_map_find(&map, model_key(k), &value) && value == k);
     count.fail_at = -1;
-    CHECK(zbp_map_add(&map, model_key(i), i) == ZBP_OK && zbp_map_find(&map, model_key(i), NULL));
+    CHECK(zbp_map_add(&map, model_key(i), &i) == ZBP_OK && zbp_map_find(&map, model_key(i), NULL));
     zbp_map_fini(&map);
     CHECK(count.live == 0);
 }
@@ -78,11 +80,11 @@ static void overflow(void)
     zbp_map map = {0};
     uint32_t honest;
 
-    CHECK(zbp_map_add(&map, model_key(0), 0) == ZBP_OK);
+    CHECK(zbp_map_add(&map, model_key(0), NULL) == ZBP_OK);
     honest = map.count;
     map.count = UINT32_MAX;
-    CHECK(zbp_map_add(&map, model_key(1), 0) == ZBP_ENOMEM);
-    CHECK(zbp_map_add(&map, model_key(0), 0) == ZBP_OK);
+    CHECK(zbp_map_add(&map, model_key(1), NULL) == ZBP_ENOMEM);
+    CHECK(zbp_map_add(&map, model_key(0), NULL) == ZBP_OK);
     map.count = honest;
     zbp_map_fini(&map);
 }

@@ -5,7 +5,7 @@
 #include "core/base/zbpi_alloc.h"
 #include "core/base/zbpi_hash.h"
 
-enum { FIRST_CAPACITY = 256 };
+enum { FIRST_CAPACITY = 1024 };
 
 /* The slot that holds key, or the free one where it belongs. Ends because one slot is free. */
 static zbp_map_slot *probe(zbp_map_slot *slot, size_t capacity, const void *key)
@@ -48,12 +48,15 @@ void zbp_map_fini(zbp_map *map)
     memset(map, 0, sizeof *map);
 }
 
-int zbp_map_add(zbp_map *map, const void *key, uint32_t value)
+int zbp_map_add(zbp_map *map, const void *key, uint32_t *value)
 {
     zbp_map_slot *slot = map->capacity != 0 ? probe(map->slot, map->capacity, key) : NULL;
 
-    if (slot != NULL && slot->key == key)
+    if (slot != NULL && slot->key == key) {
+        if (value != NULL)
+            *value = slot->value;
         return ZBP_OK;
+    }
     if (map->count == UINT32_MAX)
         return ZBP_ENOMEM;
     if (is_full(map)) {
@@ -63,7 +66,7 @@ int zbp_map_add(zbp_map *map, const void *key, uint32_t value)
             return status;
         slot = probe(map->slot, map->capacity, key);
     }
-    *slot = (zbp_map_slot){key, value};
+    *slot = (zbp_map_slot){key, value != NULL ? *value : 0};
     map->count++;
     return ZBP_OK;
 }

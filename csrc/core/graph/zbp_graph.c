@@ -16,18 +16,14 @@ void zbp_graph_fini(zbp_graph *graph)
 int zbp_graph_add_node(zbp_graph *graph, const void *key, uint32_t *id_out)
 {
     uint32_t id = graph->node_count;
+    const void **keys = zbpi_room(graph->key, id, &graph->key_capacity, sizeof *keys);
+    uint8_t *marks = zbpi_room(graph->mark, id, &graph->mark_capacity, sizeof *marks);
 
-    if (!zbp_map_find(&graph->id_of, key, &id)) {
-        const void **keys = zbpi_room(graph->key, id, &graph->key_capacity, sizeof *keys);
-        uint8_t *marks = zbpi_room(graph->mark, id, &graph->mark_capacity, sizeof *marks);
-        int status = ZBP_ENOMEM;
-
-        graph->key = keys != NULL ? keys : graph->key;
-        graph->mark = marks != NULL ? marks : graph->mark;
-        if (keys != NULL && marks != NULL)
-            status = zbp_map_add(&graph->id_of, key, id);
-        if (status != ZBP_OK)
-            return status;
+    graph->key = keys != NULL ? keys : graph->key;
+    graph->mark = marks != NULL ? marks : graph->mark;
+    if (keys == NULL || marks == NULL || zbp_map_add(&graph->id_of, key, &id) != ZBP_OK)
+        return ZBP_ENOMEM;
+    if (id == graph->node_count) {
         graph->key[id] = key;
         graph->mark[id] = 0;
         graph->node_count++;

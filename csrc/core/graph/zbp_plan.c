@@ -100,7 +100,8 @@ static void end_lists(uint32_t *begin, uint32_t n)
 /* ---- flags ---- */
 
 /* Of each node the edges that begin there, or, backwards, that end there. */
-static void list_edges(const zbp_graph *graph, bool backwards, uint32_t *begin, uint32_t *list)
+static inline void list_edges(const zbp_graph *graph, bool backwards, uint32_t *begin,
+                              uint32_t *list)
 {
     const zbp_edge *edge = graph->edge;
 

@@ -12,7 +12,6 @@
 #include <ATen/quantized/Quantizer.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/forward_grad.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/tensor.h>
 #include <torch/csrc/autograd/python_anomaly_mode.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
@@ -200,7 +199,7 @@ void add_references(const c10::TensorImpl& tensor, References& references) {
 
 /// Of a node that no thread runs.
 void add_contents(Node& node, References& references) {
-  if (auto* accumulator = as<torch::autograd::AccumulateGrad>(node)) {
+  if (auto* accumulator = as_accumulator(node)) {
     references.add(accumulator->variable, "its leaf");
   } else if (auto* slices = as<torch::autograd::CopySlices>(node)) {
     references.add(slices->fn.get(), "inner node");

@@ -118,8 +118,10 @@ bool is_captured(const c10::Stream& stream) {
 }  // namespace
 
 const void* memory_of(const at::Tensor& tensor) {
-  const at::Tensor in = in_memory(tensor);
-  return !in.defined() || in.has_storage() ? storage_of(in) : in.unsafeGetTensorImpl();
+  const auto of = [](const at::Tensor& in) -> const void* {
+    return !in.defined() || in.has_storage() ? storage_of(in) : in.unsafeGetTensorImpl();
+  };
+  return tensor.defined() && is_subclass(tensor) ? of(in_memory(tensor)) : of(tensor);
 }
 
 Holders::Holders(c10::ArrayRef<at::Tensor> known) {

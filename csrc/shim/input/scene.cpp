@@ -124,7 +124,7 @@ std::shared_ptr<const Reads> note_reads(const InputPassArgs& args, const Survey&
     note(weight, 0);  // in no graph
   }
   for (uint32_t id = 0; id < graph.node_count; ++id) {
-    if (auto* accumulator = as<AccumulateGrad>(walk.node(id)); accumulator && !walk.is_input(id)) {
+    if (auto* accumulator = as_accumulator(walk.node(id)); accumulator && !walk.is_input(id)) {
       note(accumulator->variable, first[id]);
     }
   }
@@ -198,13 +198,14 @@ bool runs_plainly(const Survey& survey, uint32_t id) {
 void make_runners(Scene& scene, const Survey& survey) {
   for (uint32_t id = 0; id < survey.graph.node_count; ++id) {
     Node& node = survey.walk.node(id);
-    if (runs_plainly(survey, id) && has_hooks(node)) {
+    const bool is_in_closure = (survey.plan.flag[id] & ZBP_NODE_CLOSURE) != 0;
+    const bool is_hooked = is_in_closure && has_hooks(node);
+    if (is_hooked && runs_plainly(survey, id)) {
       scene.runners[id] = make_node<Runner>(node, /*release=*/true, /*track_views=*/true,
                                             survey.walk.has_other_outputs(node));
     }
     scene.runs_others_code |=
-        (survey.plan.flag[id] & ZBP_NODE_CLOSURE) != 0 &&
-        (has_hooks(node) || !(is_generated(node) || as<AccumulateGrad>(node)));
+        is_in_closure && (is_hooked || !(is_generated(node) || as_accumulator(node)));
   }
 }
 

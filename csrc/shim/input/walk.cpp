@@ -6,8 +6,6 @@
 
 namespace zbp {
 
-using torch::autograd::AccumulateGrad;
-
 Walk::Walk(const InputPassArgs& args, zbp_graph& graph) : graph_(graph) {
   add_inputs(args);
   for (const Edge& root : args.roots) {
@@ -40,7 +38,7 @@ uint32_t Walk::group_that_reads(uint32_t id, const zbp_plan& plan) const {
 /// See Note [Other outputs of an input's node], and input_leaves_.
 const void* Walk::key_of(const Edge& edge) const {
   Node* const node = edge.function.get();
-  if (const auto* accumulator = node ? as<AccumulateGrad>(*node) : nullptr) {
+  if (const auto* accumulator = node ? as_accumulator(*node) : nullptr) {
     const auto leaf = input_leaves_.find(accumulator->variable.unsafeGetTensorImpl());
     return leaf != input_leaves_.end() ? leaf->second : node;
   }
@@ -92,7 +90,7 @@ void Walk::add_reachable() {
 void Walk::mark_weights(const InputPassArgs& args) {
   bool is_any_here = args.all_leaves || args.weights.empty() || !args.frozen.empty();
   for (uint32_t id = 0; id < graph_.node_count; ++id) {
-    const auto* accumulator = as<AccumulateGrad>(node(id));
+    const auto* accumulator = as_accumulator(node(id));
     const void* const leaf = accumulator ? accumulator->variable.unsafeGetTensorImpl() : nullptr;
     if (leaf && (args.all_leaves || args.weights.count(leaf))) {
       TORCH_CHECK(
@@ -114,7 +112,7 @@ void Walk::mark_weights(const InputPassArgs& args) {
 void Walk::warn_of_other_leaves() const {
   int count = 0;
   for (uint32_t id = 0; id < graph_.node_count; ++id) {
-    count += !is_input(id) && as<AccumulateGrad>(node(id));
+    count += !is_input(id) && as_accumulator(node(id));
   }
   if (count > 0 &&
       PyErr_WarnFormat(PyExc_UserWarning, 1,

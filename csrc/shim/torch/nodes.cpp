@@ -13,10 +13,10 @@ namespace zbp {
 // at::isTensorSubclassLike() would also say yes to every tensor under a dispatch mode.
 bool is_subclass(const at::Tensor& tensor) {
   using c10::DispatchKey;
-  return tensor.layout() != at::kStrided ||
-         tensor.key_set().has_any(c10::DispatchKeySet(
-             {DispatchKey::Python, DispatchKey::Batched, DispatchKey::FuncTorchBatched,
-              DispatchKey::FuncTorchGradWrapper, DispatchKey::Functionalize}));
+  constexpr c10::DispatchKeySet keys(
+      {DispatchKey::Python, DispatchKey::Batched, DispatchKey::FuncTorchBatched,
+       DispatchKey::FuncTorchGradWrapper, DispatchKey::Functionalize});
+  return tensor.key_set().has_any(keys) || tensor.layout() != at::kStrided;
 }
 
 bool has_hooks(Node& node) {

@@ -4,6 +4,7 @@
 #include <typeinfo>
 
 #include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include "shim/torch/compat.h"
 
@@ -13,6 +14,11 @@ namespace zbp {
 template <class T>
 T* as(Node& node) {
   return typeid(node) == typeid(T) ? static_cast<T*>(&node) : nullptr;
+}
+
+/// `node` as what accumulates a leaf's gradient; null for another. Most are told by their edges.
+inline torch::autograd::AccumulateGrad* as_accumulator(Node& node) {
+  return node.num_outputs() == 0 ? as<torch::autograd::AccumulateGrad>(node) : nullptr;
 }
 
 /// True if a hook would see `node` run.
