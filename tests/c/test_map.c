@@ -43,7 +43,7 @@ static void strides(void)
         size_t longest = 0, run = 0;
 
         for (uint32_t i = 1; i <= 10000; i++)
-            REQUIRE(zbp_map_add(&map, (const void *)(i * stride[s]), &i) == ZBP_OK);
+            REQUIRE(zbp_map_add(&map, (const void *)(i * stride[s]), NULL) == ZBP_OK);
         for (size_t i = 0; i < map.capacity; i++) {
             run = map.slot[i].key == NULL ? 0 : run + 1;
             longest = run > longest ? run : longest;
@@ -55,20 +55,26 @@ static void strides(void)
 
 static void failed_growth_keeps_the_data(void)
 {
-    uint32_t i = 0, value = 0, before;
+    uint32_t i = 0, value = 0, before, other;
     zbp_map map = {0};
 
     CHECK(zbp_map_add(&map, model_key(i), &i) == ZBP_OK);
     count.fail_at = count.calls;
-    while (i < 1000 && zbp_map_add(&map, model_key(i), &i) == ZBP_OK)
-        i++;
+    for (; i < 1000; i++) {
+        other = i;
+        if (zbp_map_add(&map, model_key(i), &other) != ZBP_OK)
+            break;
+    }
     before = map.count;
     CHECK(i > 100 && i < 1000 && before == i);
-    CHECK(zbp_map_add(&map, model_key(i), &i) == ZBP_ENOMEM);
+    other = 9;
+    CHECK(zbp_map_add(&map, model_key(i), &other) == ZBP_ENOMEM && other == 9);
     CHECK(map.count == before && !zbp_map_find(&map, model_key(i), NULL));
-    for (uint32_t k = 0; k < i; k++)
-        CHECK(zbp_map_add(&map, model_key(k), NULL) == ZBP_OK &&
+    for (uint32_t k = 0; k < i; k++) {
+        other = k + 1;
+        CHECK(zbp_map_add(&map, model_key(k), &other) == ZBP_OK && other == k &&
               zbp_map_find(&map, model_key(k), &value) && value == k);
+    }
     count.fail_at = -1;
     CHECK(zbp_map_add(&map, model_key(i), &i) == ZBP_OK && zbp_map_find(&map, model_key(i), NULL));
     zbp_map_fini(&map);
@@ -78,13 +84,14 @@ static void failed_growth_keeps_the_data(void)
 static void overflow(void)
 {
     zbp_map map = {0};
-    uint32_t honest;
+    uint32_t honest, value = 7;
 
     CHECK(zbp_map_add(&map, model_key(0), NULL) == ZBP_OK);
     honest = map.count;
     map.count = UINT32_MAX;
     CHECK(zbp_map_add(&map, model_key(1), NULL) == ZBP_ENOMEM);
     CHECK(zbp_map_add(&map, model_key(0), NULL) == ZBP_OK);
+    CHECK(zbp_map_find(&map, model_key(0), &value) && value == 0);
     map.count = honest;
     zbp_map_fini(&map);
 }

@@ -30,9 +30,9 @@ typedef struct zbp_map {
 /* Frees what the map holds and zeroes it. A zeroed map is legal. */
 void zbp_map_fini(zbp_map *map);
 
-/* Adds key, which is not NULL, with *value (0 if value is NULL). One that is there keeps its own,
- * which *value becomes. key is never read through.
- * ZBP_ENOMEM, the map unchanged; a key that is already there cannot fail. Amortised O(1). */
+/* Adds key, which is not NULL, with *value, or with 0 if value is NULL. A key that is there keeps
+ * its value, and *value becomes that. key is never read through, and value is not in the map.
+ * ZBP_ENOMEM, map and *value unchanged; a key that is there cannot fail. Amortised O(1). */
 ZBP_MUST_USE int zbp_map_add(zbp_map *map, const void *key, uint32_t *value);
 
 /* Whether key is there; then *value_out (may be NULL) is its value, else it is left alone. O(1). */

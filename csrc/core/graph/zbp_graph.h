@@ -53,7 +53,7 @@ void zbp_graph_fini(zbp_graph *graph);
 /* Finds the node of key, or adds one with the next id and no marks. *id_out (may be NULL) is its
  * id. key is not NULL, borrowed, never read through, and must stay the name of one node for as long
  * as the graph is used.
- * ZBP_ENOMEM, the graph unchanged. Amortised O(1). */
+ * ZBP_ENOMEM, also for a key that is there, the graph unchanged. Amortised O(1). */
 ZBP_MUST_USE int zbp_graph_add_node(zbp_graph *graph, const void *key, uint32_t *id_out);
 
 /* Adds an edge between two ids; its index is the edge_count before the call. slot is kept for the

@@ -99,7 +99,7 @@ static void end_lists(uint32_t *begin, uint32_t n)
 
 /* ---- flags ---- */
 
-/* Of each node the edges that begin there, or, backwards, that end there. */
+/* Of each node the edges that begin there, or, backwards, that end there. Inline: a loop each. */
 static inline void list_edges(const zbp_graph *graph, bool backwards, uint32_t *begin,
                               uint32_t *list)
 {

@@ -284,7 +284,7 @@ variable_list Capture::apply(variable_list&& in) {
 }
 
 bool is_consumed(Node& node) {
-  if (&typeid(node) == &typeid(StandIn)) {  // no other library has this type
+  if (typeid(node) == typeid(StandIn)) {
     return static_cast<StandIn&>(node).is_retired();
   }
   for (const auto& hook : node.pre_hooks()) {

@@ -118,10 +118,11 @@ bool is_captured(const c10::Stream& stream) {
 }  // namespace
 
 const void* memory_of(const at::Tensor& tensor) {
-  const auto of = [](const at::Tensor& in) -> const void* {
+  const auto place_of = [](const at::Tensor& in) -> const void* {
     return !in.defined() || in.has_storage() ? storage_of(in) : in.unsafeGetTensorImpl();
   };
-  return tensor.defined() && is_subclass(tensor) ? of(in_memory(tensor)) : of(tensor);
+  // A plain tensor is not copied.
+  return tensor.defined() && is_subclass(tensor) ? place_of(in_memory(tensor)) : place_of(tensor);
 }
 
 Holders::Holders(c10::ArrayRef<at::Tensor> known) {

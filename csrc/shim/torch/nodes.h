@@ -16,7 +16,7 @@ T* as(Node& node) {
   return typeid(node) == typeid(T) ? static_cast<T*>(&node) : nullptr;
 }
 
-/// `node` as what accumulates a leaf's gradient; null for another. Most are told by their edges.
+/// `node` as what accumulates a leaf's gradient, or null. That has no edges: few types are read.
 inline torch::autograd::AccumulateGrad* as_accumulator(Node& node) {
   return node.num_outputs() == 0 ? as<torch::autograd::AccumulateGrad>(node) : nullptr;
 }
