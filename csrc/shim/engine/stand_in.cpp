@@ -274,7 +274,7 @@ variable_list Capture::apply(variable_list&& in) {
   grads = call_tensor_hooks(*original_, std::move(in), skip_undefined_);
   // A leaf's own node would run in an ordinary backward; the node behind another input would not,
   // it belongs to an older graph.
-  if (typeid(*original_) == typeid(torch::autograd::AccumulateGrad)) {
+  if (as_accumulator(*original_)) {
     grads = call_pre_hooks(*original_, std::move(grads));
   }
   if (owns_) {
