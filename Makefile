@@ -158,7 +158,7 @@ docs: $(VENV)/.built $(VENV)/.extras-docs ## build the documentation as a site, 
 
 BENCHMARKS := bubbles step_overhead checkpointed compile stage_zero recorder leak_checks instructions
 
-# Half an hour, on a machine that does nothing else.
+# Half an hour, and three quarters of one for the instructions, on a machine that does nothing else.
 bench: $(VENV)/.built $(VENV)/.extras-bench $(VENV)/.extras-demo ## measure all that the docs say, beside torch's own module: benchmarks/results, and the tables of the docs
 	$(RUN) benchmarks/split.py --blocks 1 4 16 64 256 --json benchmarks/results
 	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(RUN) benchmarks/$$name.py --json benchmarks/results; done

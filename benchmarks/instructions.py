@@ -4,7 +4,7 @@ torch.utils.benchmark runs each side in its own process under callgrind, on one 
 backward, without the forward before. They vary by some thousandths from run to run, whatever else the machine does.
 They do not show waits for memory.
 
-    python benchmarks/instructions.py --blocks 4 64 --json instructions.json
+    python benchmarks/instructions.py --blocks 16 64 --json instructions.json
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def measure(blocks: int, weights: str) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--blocks", type=int, nargs="+", default=[4, 64], metavar="N", help="depths (default: 4 64)")
+    parser.add_argument("--blocks", type=int, nargs="+", default=[16, 64], metavar="N", help="depths (default: 16 64)")
     parser.add_argument("--weights", nargs="+", default=list(SIDES), choices=list(SIDES), help="default: all")
     add_argument(parser)
     given = parser.parse_args()

@@ -79,11 +79,11 @@ def machine() -> str:
     for name, title in tables.items():
         found = read(name, PINNED)
         made.setdefault(f"{found['device']}, on {found['date']}", []).append(title)
-    where = "; ".join(f"{', '.join(titles)}: {device}" for device, titles in made.items())
+    where = " ".join(f"{', '.join(titles).capitalize()}: {device}." for device, titles in made.items())
     one, newest = read("host_time", PINNED), read("host_time", NEWEST)
     versions = f"torch {PINNED} for CPU and Python {one['python']}, unless they name another torch"
     newer = f"Torch {NEWEST} was measured on {newest['device']}, on {newest['date']}"
-    return f"The figures are of {versions}. {newer}. {where[0].upper()}{where[1:]}."
+    return f"The figures are of {versions}. {newer}. {where}"
 
 
 # README.
@@ -181,15 +181,22 @@ def operations() -> str:
 
 
 def instructions() -> str:
+    def ratio(counts: dict[str, float], side: str) -> str:
+        return f"{counts[side] / counts['unsplit']:.2f}x"
+
+    stacks, kinds = dict[str, dict[str, float]](), []
+    for stack, counts in figures("instructions").items():
+        blocks, _, kind = stack.partition(", ")
+        if kind:
+            kinds.append(f"{kind} {ratio(counts, 'zbpipe')}")
+        else:
+            stacks[blocks] = counts
     rows = [
-        [
-            blocks,
-            f"{counts['unsplit'] / 1e6:.1f}",
-            *(f"{counts[side] / counts['unsplit']:.2f}x" if side in counts else "" for side in SPLIT),
-        ]
-        for blocks, counts in figures("instructions").items()
+        [blocks, f"{counts['unsplit'] / 1e6:.1f}", *(ratio(counts, side) for side in SPLIT)]
+        for blocks, counts in stacks.items()
     ]
-    return markdown(["blocks", "unsplit, million", *(f"{side} I + W" for side in SPLIT)], rows)
+    made = markdown(["blocks", "unsplit, million", *(f"{side} I + W" for side in SPLIT)], rows)
+    return f"{made}\n\nzbpipe on {min(stacks, key=int)} blocks: {', '.join(kinds)} (kinds: `bench/host_time.py`)."
 
 
 def step_overhead() -> str:
