@@ -8,37 +8,43 @@ import torch
 from zbpipe._torch import autograd
 
 
-def take(saved: tuple[Any, ...], weights: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+def take(saved: tuple[Any, ...], weights: tuple[torch.Tensor, ...], is_copied: bool) -> tuple[Any, ...]:
     """For W of a group with these weights: the call's arguments, the autocast of now, and the arguments' tensors: those
-    with memory of their own, and those with a parameter's."""
-    arguments, own, of_parameters = list(saved), list[torch.Tensor](), list[torch.Tensor]()
+    with memory of their own, those with a parameter's, and the parameters, of which a compiler's views, whose version
+    counters are their own, do not tell when they change. is_copied: an unpack hook may fill its buffers anew."""
+    arguments = list(saved)
+    own, views, parameters = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
     with autograd.without_torch_functions():
+        weights_at = autograd.by_memory(weights)
         for i, thing in enumerate(saved):
             if not isinstance(thing, torch.Tensor):
                 continue
             # What adds to a parameter's main_grad needs it. A stage input is a leaf as well, but goes when I is over.
             if any(thing is weight for weight in weights) or _is_parameter(thing):
-                of_parameters.append(thing)
+                parameters.append(thing)
                 continue
             base = autograd.base_of(thing)  # whose history a view keeps, even one made without grad mode
-            if thing.requires_grad or (base is not None and base.requires_grad):
-                arguments[i] = _without_history(thing)
-            is_free = (base is not None and _is_parameter(base)) or autograd.has_memory_of_any(thing, weights)
-            (of_parameters if is_free else own).append(arguments[i])
-    return tuple(arguments), autograd.autocast_here(), own, of_parameters
+            viewed = weights_at.get(autograd.memory_of(thing) or 0, [])
+            is_free = viewed or (base is not None and _is_parameter(base))
+            if thing.requires_grad or (base is not None and base.requires_grad) or (is_copied and not is_free):
+                arguments[i] = _without_history(thing, is_copied and not is_free)
+            (views if is_free else own).append(arguments[i])
+            parameters += viewed
+    return tuple(arguments), autograd.autocast_here(), own, views, parameters
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
     return tensor.is_leaf and type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter)
 
 
-def _without_history(tensor: torch.Tensor) -> torch.Tensor:
-    """An alias with the tensor's memory, version counter, class and attributes, and no history."""
+def _without_history(tensor: torch.Tensor, is_copied: bool) -> torch.Tensor:
+    """An alias with the tensor's memory and version counter, or a copy: with its class and attributes, no history."""
     cls = type(tensor)
     if cls in (torch.Tensor, torch.nn.Parameter) and not tensor.__dict__:
-        return tensor.detach()
+        return tensor.detach().clone() if is_copied else tensor.detach()
     with torch.no_grad():
         alias = autograd.alias_of(tensor)
+        alias = alias.clone() if is_copied and isinstance(alias, torch.Tensor) else alias
     if not isinstance(alias, torch.Tensor):
         raise TypeError(f"detach() of a {cls.__name__} in saved returned a {type(alias).__name__}; expected a tensor")
     if isinstance(alias, cls):

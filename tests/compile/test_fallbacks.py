@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from support.compiled import Watch, check_compiled, mlp, not_split, run_input
+from support.compiled import Watch, bytes_held, check_compiled, mlp, not_split, run_input
 from support.functions import Product
 from support.oracle import Stage, random_input, weight
 from torch import nn
@@ -107,6 +107,7 @@ def test_ctrl_c_while_halves_compile_leaves_the_next_input_pass_to_compile_them(
     assert (seen.calls, seen.not_split) == (1, [])
 
 
+@pytest.mark.drops_groups
 def test_halves_that_hold_for_fewer_sizes_than_the_whole(caplog, monkeypatch):
     def learn(halves, strides):
         size = halves.input_half.graph.find_nodes(op="placeholder")[0].meta["val"]
@@ -117,6 +118,13 @@ def test_halves_that_hold_for_fewer_sizes_than_the_whole(caplog, monkeypatch):
     monkeypatch.setattr(compile_backend, "_kept_values", learn)
     check_compiled(mlp(), random_input(4, 8), options={"dynamic": True})
     assert the_reason(caplog) == "its halves would fit these sizes alone, and the forward fits others, too"
+    net = mlp()
+    compiled = zbpipe.compile(net, backend="aot_eager", dynamic=True)
+    gradients = sum(w.nbytes for w in net.parameters())
+    assert bytes_held(run_input(net, torch.randn(4, 8, requires_grad=True), compiled)) == gradients
+    monkeypatch.undo()
+    with zbpipe.policy(defer="all"):  # what was learnt is known to these halves
+        assert bytes_held(run_input(net, torch.randn(4, 8, requires_grad=True), compiled)) == gradients
 
 
 def test_one_line_per_graph(caplog):

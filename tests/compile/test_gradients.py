@@ -339,6 +339,39 @@ def test_kept_tensor_that_is_changed_is_refused():
     assert all(w.grad is None for w in net.parameters())
 
 
+@backends
+def test_gradient_that_lies_in_what_is_kept_and_is_changed_is_refused(backend):
+    """The views of inductor's code count no changes of what they are views of."""
+    z, w = torch.randn(4, 8), nn.Parameter(torch.randn(8, 8))
+    run = zbpipe.compile(lambda x: (x.view(4, 8) + z @ w).sin(), backend=backend, dynamic=False)
+    x = torch.randn(2, 2, 8, requires_grad=True)
+    hidden = x * 1
+    hidden.register_hook(lambda grad: grad.mul_(2))
+    out = run(hidden)
+    (dx,), groups = zbpipe.stage_backward_input([out], [torch.ones_like(out)], [x], [w])
+    torch.testing.assert_close(dx, 2 * (x.view(4, 8) + z @ w).cos().view(2, 2, 8))
+    with pytest.raises(RuntimeError, match="modified"):
+        zbpipe.stage_backward_weight([w], groups)
+    assert w.grad is None
+
+
+@backends
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [(lambda w: w.detach().mul_(3), "modified"), (lambda w: w.untyped_storage().resize_(0), "memory has been freed")],
+    ids=["stepped", "freed"],
+)
+def test_view_of_a_weight_that_is_changed_is_refused(backend, change, words):
+    a, b = (nn.Parameter(torch.randn(8, 8)) for _ in range(2))
+    x = torch.randn(4, 8, requires_grad=True)
+    out = zbpipe.compile(lambda x, a, b: x @ (a @ b), backend=backend, dynamic=False)(x, a[:], b[:])
+    _, groups = zbpipe.stage_backward_input([out], [torch.ones_like(out)], [x], [a, b])
+    change(a)
+    with pytest.raises(RuntimeError, match=words):
+        zbpipe.stage_backward_weight([a, b], groups)
+    assert a.grad is None and b.grad is None
+
+
 def test_passes_in_several_threads():
     """Two microbatches' I at once, the first one that compiles the halves; W elsewhere."""
     net, reference = twins(mlp)

@@ -9,6 +9,8 @@ import torch
 from torch import fx
 
 from zbpipe._compile.cut import CannotSplitError  # the cut of graphs that no compiler traces
+from zbpipe._compile.nodes import HEAVY as IS_HEAVY  # of a kernel that needs a GPU
+from zbpipe._compile.nodes import classify
 from zbpipe._compile.split import split  # the same
 
 aten = torch.ops.aten
@@ -133,6 +135,14 @@ def run(halves, values):
     for i, result in (*zip(halves.input_outputs, results), *zip(halves.weight_outputs, late, strict=True)):
         outputs[i] = result
     return outputs
+
+
+def test_a_kernel_whose_results_are_a_dictionary_is_no_arithmetic_on_sizes():
+    """As those of users' Triton kernels are."""
+    t = Trace()
+    node = t.graph.call_function(sorted, (t.input(torch.randn(4, 4)),))
+    node.meta["val"] = {"out": torch.randn(4, 4)}
+    assert classify(node) == IS_HEAVY
 
 
 # The slow, obviously right way to find the cut: try every distribution of the nodes.

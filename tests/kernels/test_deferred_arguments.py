@@ -1,6 +1,7 @@
 """What zbpipe.defer is given: whether anyone asks for a weight, and what reaches the function."""
 
 import collections
+import contextlib
 import weakref
 from types import SimpleNamespace
 
@@ -286,6 +287,18 @@ def test_what_was_changed_is_refused_as_it_shares_memory_and_version_with_the_or
         given.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         zbpipe.stage_backward_weight([w], groups)
+
+
+@pytest.mark.parametrize("is_view", [True, False])
+def test_weights_whose_memory_is_freed_before_the_weight_pass(is_view):
+    """W refuses to read a view; a weight itself may be there for its main_grad alone, as a gathered one's is."""
+    x, w = fresh(), weight(4, 4)
+    out = Asks.apply(x, w, None, taking(lambda x, w, g: (x, g, w.mT if is_view else w), lambda x, g, w: x.mT @ g)).sin()
+    _, groups = zbpipe.stage_backward_input([out], [torch.ones_like(out)], [x], [w])
+    w.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="their memory has been freed") if is_view else contextlib.nullcontext():
+        zbpipe.stage_backward_weight([w], groups)
+    assert (w.grad is None) == is_view
 
 
 def test_a_view_that_the_backward_makes_does_not_hold_the_graph():

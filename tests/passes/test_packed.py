@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from support.functions import Handing
 from support.oracle import Stage, check, interleaved, late, needs_zbpipe, wrong_on_torch, zb
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -94,11 +95,7 @@ GIVEN = {
 }
 
 
-@needs_zbpipe
-@pytest.mark.parametrize("choice", ["default", "recompute", "input_pass"])
-@pytest.mark.parametrize("given", GIVEN)
-@pytest.mark.parametrize("write", [written_to, written_past_the_version_counter])
-def test_buffers_that_are_filled_anew_before_the_weight_pass(write, given, choice):
+def with_buffers(write, given, run=lambda net, x: net(x)):
     def forward(m, x):
         def pack(tensor):
             of_weight = any(tensor is w or tensor._base is w for w in m.parameters())
@@ -113,14 +110,38 @@ def test_buffers_that_are_filled_anew_before_the_weight_pass(write, given, choic
             return GIVEN[given](pair[0])
 
         with saved_tensors_hooks(pack, unpack):
-            return m.net(x)
+            return run(m.net, x)
 
     m = Stage(forward, net=network())
     m.buffers_of = {}
+    return m
+
+
+writes = pytest.mark.parametrize("write", [written_to, written_past_the_version_counter])
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("choice", ["default", "recompute", "input_pass"])
+@pytest.mark.parametrize("given", GIVEN)
+@writes
+def test_buffers_that_are_filled_anew_before_the_weight_pass(write, given, choice):
+    m = with_buffers(write, given)
     with policy(choice):
         check(m, (3, 4))
         with zb.policy(defer="all"):
             check(m, (3, 4))
+
+
+@needs_zbpipe
+@pytest.mark.parametrize("given", GIVEN)
+@writes
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_buffers_of_work_that_is_handed_over(is_compiled, write, given):
+    def handing(net, x):
+        return Handing.apply(Handing.apply(x, net[0].weight.mT).sin(), net[3].weight.mT)
+
+    compiled = zb.compile(lambda net, x: net(x), backend="aot_eager", dynamic=False)
+    check(with_buffers(write, given, compiled if is_compiled else handing), (3, 4))
 
 
 # Regions that are computed again within a context that can be entered once.

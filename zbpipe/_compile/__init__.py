@@ -76,7 +76,8 @@ def compile(
     gradients to the weight pass (W). Elsewhere it is the backward that ``torch.compile`` makes. A graph that cannot be
     split runs whole in I, and a warning on the logger ``zbpipe`` says why. The policy (:func:`zbpipe.policy`) decides
     as in eager code. With ``defer="matrices"`` a vector's gradient waits for W only where that holds no more memory.
-    With ``defer="all"`` W computes all gradients that I does not compute on its way.
+    With ``defer="all"`` W computes all gradients that I does not compute on its way. Inductor's views of a stage input
+    count no changes of it: W does not notice one, nor does ``torch.compile``'s backward. Leave inputs as they are.
 
     Args:
         model: a module or a function; None returns a decorator.

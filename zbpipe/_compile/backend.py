@@ -16,7 +16,7 @@ from zbpipe import _C
 from zbpipe._compile.cut import CannotSplitError
 from zbpipe._compile.split import Halves, split
 from zbpipe._torch import compiler
-from zbpipe._torch.autograd import without_autocast
+from zbpipe._torch.autograd import by_memory, memory_of, without_autocast
 from zbpipe._torch.compiler import CompileContext, TracingContext, compile_context, tracing
 from zbpipe._torch.dispatch import is_traceable_wrapper_subclass
 
@@ -133,6 +133,7 @@ class _Backward:
         self._whole: Compiled | None = None
         self._pieces: dict[tuple[frozenset[int], bool], _Pieces | None] = {}
         self._is_logged = False
+        self._fits_all = True  # no half needed a new guard
         self._matrices, self._vectors = _by_dimension(graph)
         compiler.mark_boxed(self)
         if any(isinstance(value, torch.SymInt) for value in values):
@@ -149,6 +150,7 @@ class _Backward:
         results = list(pieces.input_half(taken))
         count = len(halves.input_outputs)
         for_w += results[count:]
+        kept = by_memory(one for one in for_w if isinstance(one, torch.Tensor))
         work = functools.partial(_run_weight_half, pieces.weight_half)  # which holds no tensor
         at_once = _C.defer(work, tuple(halves.weight_outputs), tuple(for_w))
         gradients: list[Any] = [None] * halves.output_count
@@ -156,7 +158,7 @@ class _Backward:
         for i, gradient in zip(halves.weight_outputs, at_once, strict=True):
             gradients[i] = gradient
         for i, gradient in zip(halves.input_outputs, results[:count], strict=True):
-            gradients[i] = gradient
+            gradients[i] = _tied(gradient, kept)
         return gradients
 
     def _deferrable(self) -> tuple[frozenset[int], bool]:
@@ -245,8 +247,10 @@ class _Backward:
         mode: Any = self._tracing.fake_mode
         shapes = mode.shape_env
         before = len(shapes.guards), len(shapes.replacements)
-        yield
-        if (len(shapes.guards), len(shapes.replacements)) != before:
+        if self._fits_all:  # else what was learnt is known to all halves
+            yield
+            self._fits_all = (len(shapes.guards), len(shapes.replacements)) == before
+        if not self._fits_all:
             raise CannotSplitError("its halves would fit these sizes alone, and the forward fits others, too")
 
 
@@ -264,6 +268,20 @@ def _for_w(value: Any, is_parameter: bool) -> Any:
     if is_parameter:
         return value.detach().clone()
     return value.detach() if value.requires_grad else value
+
+
+def _tied(gradient: Any, kept: dict[int, list[torch.Tensor]]) -> Any:
+    """A gradient as a view of what is kept for W, if it has memory of that: a compiler's views have version counters of
+    their own, and W must learn of what an in-place hook does to it."""
+    if not isinstance(gradient, torch.Tensor):
+        return gradient
+    behind = kept.get(memory_of(gradient) or 0, [])
+    if not behind or any(one is gradient for one in behind):
+        return gradient
+    same = next((one for one in behind if one.dtype == gradient.dtype), None)
+    if same is None:
+        return gradient.clone()
+    return same.as_strided(gradient.size(), gradient.stride(), gradient.storage_offset())
 
 
 def _by_dimension(graph: fx.GraphModule) -> tuple[list[int], list[int]]:

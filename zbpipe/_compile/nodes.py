@@ -80,7 +80,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def has_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
+    return isinstance(node.meta.get("val"), (torch.Tensor, tuple, list, dict))
 
 
 def byte_count(value: Any) -> int | None:

@@ -130,5 +130,6 @@ def _unseen_region() -> str:
     if read is None:
         return ""  # I unpacks it
     wanted = {"its arguments": x, "what its function has closed over": held}
-    lost = [what for what, tensor in wanted.items() if not autograd.has_memory_of_any(tensor, read)]
+    there = autograd.by_memory(read)
+    lost = [what for what, tensor in wanted.items() if autograd.memory_of(tensor) not in there]
     return f"of a checkpointed region {' and '.join(lost)} cannot be seen" if lost else ""

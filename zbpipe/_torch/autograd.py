@@ -130,17 +130,21 @@ def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
 
 
 def memory_of(tensor: torch.Tensor) -> int | None:
-    """A number that all tensors on one storage share; None for a tensor without storage."""
+    """A number that all tensors on one storage share; None for a tensor without one. No Python object is made of the
+    storage: that would hold it."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return int(torch._C._storage_address(tensor)) or None  # type: ignore[attr-defined]
     except (RuntimeError, NotImplementedError):  # sparse, say, or a wrapper of functorch's
         return None
 
 
-def has_memory_of_any(tensor: torch.Tensor, others: Iterable[torch.Tensor]) -> bool:
-    """Whether one of the others is on its storage, of which no Python object is made: that would hold it."""
-    has, is_alias = torch._C._has_storage, torch._C._is_alias_of  # type: ignore[attr-defined]
-    return has(tensor) and any(has(other) and is_alias(tensor, other) for other in others)
+def by_memory(tensors: Iterable[torch.Tensor]) -> dict[int, list[torch.Tensor]]:
+    """Those that have a storage, by :func:`memory_of`."""
+    found: dict[int, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if (memory := memory_of(tensor)) is not None:
+            found.setdefault(memory, []).append(tensor)
+    return found
 
 
 def leaves_behind(outputs: Iterable[torch.Tensor | GradientEdge]) -> Iterator[torch.Tensor]:

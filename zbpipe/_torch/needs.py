@@ -222,7 +222,7 @@ NEEDS = (
         *_attributes("torch:Tensor", "_base _version"),
         *_callables("torch:Tensor", "_is_view _make_subclass _use_count"),
         *_callables("torch._C", "_DisableAutocast _autocast_supported_devices DisableTorchFunction"),
-        *_callables("torch._C", "_storage_Use_Count _swap_tensor_impl _has_storage _is_alias_of"),
+        *_callables("torch._C", "_storage_Use_Count _storage_address _swap_tensor_impl"),
         *_attributes("torch:UntypedStorage", "_cdata"),
         *_attributes("torch.nn:Module", "_parameters _buffers _modules"),
         *_attributes("torch.nn.utils.parametrize", "_cache"),

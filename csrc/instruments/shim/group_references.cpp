@@ -37,8 +37,10 @@ void add_task(const Task& task, int32_t number, References& references) {
   });
   for (const Work& work : works_of(task)) {
     if (work.call) {
-      for (const Kept& parameter : work.call->parameters) {
-        references.add(parameter.tensor(), label_of(Role::saved_for_work), number);
+      for (const auto* list : {&work.call->views, &work.call->parameters}) {
+        for (const Kept& kept : *list) {
+          references.add(kept.tensor(), label_of(Role::saved_for_work), number);
+        }
       }
       references.add(work.call->function.ptr(interpreter), "work of weight task", number);
       references.add(work.call->arguments.ptr(interpreter), label_of(Role::saved_for_work), number);

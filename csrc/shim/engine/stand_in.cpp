@@ -250,6 +250,7 @@ variable_list StandIn::run_whole(Task& task, variable_list&& grads,
     }
   }
   const AddedByKernels added(weights);
+  may_unpack_refilled_ = is_python_function(node) && zbp::may_unpack_refilled(node);
   variable_list outputs = run_node(node, *this, std::move(grads), /*release=*/true,
                                    /*track_views=*/true, skip_undefined_);
   added.drop(outputs);

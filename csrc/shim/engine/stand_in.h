@@ -69,6 +69,8 @@ class StandIn : public InPlaceOf {
 
   Task& task() { return group_->tasks[task_]; }
   Group& group() const { return *group_; }
+  /// What a Function has unpacked: its node may have let go of it since.
+  bool may_unpack_refilled() const { return may_unpack_refilled_; }
 
  protected:
   variable_list apply(variable_list&& grads) override;
@@ -82,6 +84,7 @@ class StandIn : public InPlaceOf {
 
   // The node's, where the engine looks for it at an error; else hooks find it on their node.
   bool has_metadata_ = torch::autograd::AnomalyMode::is_enabled();
+  bool may_unpack_refilled_ = false;
   bool has_begun_ = false;
   bool has_run_ = false;
 

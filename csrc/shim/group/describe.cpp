@@ -117,8 +117,9 @@ PyObject* describe_waiting(const at::Tensor& grad, int number) {
 bool reads_weights(const Task& task) {
   const auto works = works_of(task);
   return task.kind() == ZBP_TASK_DEFERRED || task.plan().leaves_packed ||
-         std::any_of(works.begin(), works.end(),
-                     [](const Work& work) { return work.call && !work.call->parameters.empty(); });
+         std::any_of(works.begin(), works.end(), [](const Work& work) {
+           return work.call && work.call->parameters.size() + work.call->views.size();
+         });
 }
 
 /// True if nobody else has the nodes between the group's tasks and its weights: neither another

@@ -52,7 +52,8 @@ struct Work {
     c10::SafePyObject autocast;       // as it was there: see zbpipe/_work.py
     size_t count;                     // of the gradients that it returns
     SmallVector<Kept, 2> saved;       // the tensors in it that have memory of their own
-    SmallVector<Kept, 2> parameters;  // those with a parameter's, which cost nothing to keep
+    SmallVector<Kept, 2> views;       // those with a parameter's, which cost nothing to keep
+    SmallVector<Kept, 2> parameters;  // those that are one, and the weights behind the views
   };
   std::unique_ptr<const Call> call;  // null once it has run, unless it is to run again
   SmallVector<int32_t, 2> faces;     // per gradient: its face, -1 where nobody wants it

@@ -263,6 +263,13 @@ at::Tensor filled(const Blank& blank) {
              : at::empty_strided(blank.sizes, blank.strides, blank.options);
 }
 
+bool may_unpack_refilled(Node& node) {
+  const AcquireGil gil;
+  const auto saved = Saver(node).all();
+  return std::any_of(saved.begin(), saved.end(),
+                     [](const SavedVariable* one) { return may_be_refilled(*one); });
+}
+
 void take_matrices(Task& task, const Separable& separable, const variable_list& grads,
                    const Group& group) {
   Saver saver(*task.node);

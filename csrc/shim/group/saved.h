@@ -49,6 +49,9 @@ bool is_checkpoints(const c10::SafePyObject& unpack_hook);
 /// it does within a GraphExecGroup, whose runs share one recomputation.
 PackedPtr packed_in(const SavedVariable& saved);
 
+/// True if what the node unpacks may be filled anew before W.
+bool may_unpack_refilled(Node& node);
+
 /// Fills `task` for W from a product or deferred node that is about to run in I with `grads`.
 /// Unless the task leaves them packed, saved tensors behind hooks that W reads are unpacked once
 /// and put back plainly, so that neither the node nor W unpacks them a second time; a deferred

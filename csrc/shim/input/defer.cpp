@@ -140,15 +140,17 @@ SmallVector<Kept, 2> kept_in(PyObject* list) {
 void keep_work(StandIn& stand_in, PyObject* function, PyObject* saved,
                SmallVector<int32_t, 2> faces, size_t count) {
   THPObjectPtr weights = checked(wrap_tensors(stand_in.group().variables()));
-  const THPObjectPtr taken = call_python("zbpipe._work", "take", {saved, weights});
+  THPObjectPtr is_copied = checked(PyBool_FromLong(stand_in.may_unpack_refilled()));
+  const THPObjectPtr taken = call_python("zbpipe._work", "take", {saved, weights, is_copied});
   const auto part = [&](Py_ssize_t i) { return PyTuple_GET_ITEM(taken.get(), i); };
   const auto owned = [](PyObject* object) {
     return c10::SafePyObject(Py_NewRef(object), getPyInterpreter());
   };
   Task& task = stand_in.task();
   Work& work = std::get<Given>(task.work).emplace_back();
-  work.call = std::make_unique<const Work::Call>(Work::Call{
-      owned(function), owned(part(0)), owned(part(1)), count, kept_in(part(2)), kept_in(part(3))});
+  work.call = std::make_unique<const Work::Call>(Work::Call{owned(function), owned(part(0)),
+                                                            owned(part(1)), count, kept_in(part(2)),
+                                                            kept_in(part(3)), kept_in(part(4))});
   work.faces = std::move(faces);
   task.plan().has_work = true;
 }
