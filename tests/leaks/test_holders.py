@@ -244,6 +244,39 @@ def test_tensors_of_a_tracer_with_symbolic_sizes():
     assert find_holders(KEPT[0]).bytes >= 0
 
 
+def test_a_functional_tensor_is_looked_through():
+    def step():
+        KEPT.append(torch._to_functional_tensor(torch.ones(7, 1)))
+
+    (leak,) = checked(step).leaks
+    assert leak.bytes == 28 and leak.blame.text == PLACE
+
+
+def test_a_functional_tensor_with_symbolic_sizes():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    tensor = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.ones(5, 7), static_shapes=False)
+    assert _C.handle_of(torch._to_functional_tensor(tensor)).facts[2] == 0
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensors_sizes_that_a_node_keeps_are_said_to_be_unseen():
+    def step():
+        KEPT.append((torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], requires_grad=True) * 2).grad_fn)
+
+    assert any("sizes of nested tensors" in line for line in checked(step).unseen)
+
+
+def test_a_nodes_raw_saved_tensor_holds_nothing():
+    """It is the node's, and may be gone with it."""
+    out = torch.ones(3, requires_grad=True).exp()
+    raw = out.grad_fn._raw_saved_result
+    assert _C.references_of(raw) == []
+    del out
+    assert _C.references_of(raw) == []
+
+
 # ---- cycles
 
 

@@ -118,7 +118,7 @@ def zero_grads():
         for leaf in leaves:
             leaf.grad = torch.ones(3)
         for leaf in leaves:
-            leaf.grad = None
+            {}
 
 
 beside(zero_grads, lambda: look_into(leaves))
@@ -150,16 +150,21 @@ def test_another_thread_may_free_what_is_looked_at(text, arguments, seconds, sai
     assert said_by(START + text, seconds, *arguments).startswith("looks")
 
 
+@pytest.mark.parametrize(
+    "way",
+    ["leaf.grad = None", "setattr(leaf, 'grad', None)", "with torch.device('cpu'): leaf.grad = None"],
+    ids=["an assignment", "setattr", "a mode"],
+)
 @pytest.mark.skipif(COMPILER is None, reason="needs a C compiler")
-def test_a_gradient_may_go_when_it_was_looked_at(tmp_path, said_by):
-    """`leaf.grad = None` gives the GIL away before it frees the gradient, which the leaf still refers to."""
+def test_a_gradient_may_go_when_it_was_looked_at(way, tmp_path, said_by):
+    """To set `leaf.grad` gives the GIL away before it frees the gradient, which the leaf still refers to."""
     library = tmp_path / "slow_threads.so"
     source = Path(__file__).with_name("slow_threads.c")
     preloaded = os.environ.get("LD_PRELOAD", "")
     # make asan preloads a sanitizer, which would find the compiler's own leaks.
     env = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     subprocess.run([COMPILER, "-shared", "-fPIC", str(source), "-o", str(library), "-ldl"], check=True, env=env)
-    said = said_by(START + GRADIENTS_THAT_GO, "3", LD_PRELOAD=f"{preloaded}:{library}".lstrip(":"))
+    said = said_by(START + GRADIENTS_THAT_GO.format(way), "3", LD_PRELOAD=f"{preloaded}:{library}".lstrip(":"))
     if said.endswith(" 0\n"):
         pytest.skip("this Python calls its own functions without the dynamic linker")
 
@@ -198,3 +203,132 @@ print("found")
 def test_a_node_that_is_dying_is_not_looked_at(by, said_by):
     """The tensor refers to it until it has been freed, and what it frees may run Python code."""
     assert said_by(DYING, by) == "found\n"
+
+
+# libtorch makes a view's node anew under a lock of the view's, and runs the subclass's code meanwhile.
+WITHIN_A_LOCK = """
+import threading
+import torch
+from torch.utils._pytree import tree_map
+import zbpipe
+from zbpipe.leaks import find_holders
+
+
+class Wrapper(torch.Tensor):
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        look()
+        plain = tree_map(lambda t: t.inner if isinstance(t, Wrapper) else t, args)
+        out = func(*plain, **(kwargs or {}))
+        return args[0] if func is torch.ops.aten.mul_.Tensor else tree_map(Wrapper, out)
+
+
+def look():
+    pass
+
+
+def search():
+    find_holders(wanted)
+    found.append(1)
+
+
+def search_here_and_beside():
+    global look
+    look = lambda: None
+    thread = threading.Thread(target=search)
+    thread.start()
+    search()
+    thread.join()
+
+
+wanted, found = torch.ones(3), []
+base = Wrapper(torch.ones(2, 3)).requires_grad_() * 2
+view = base.view(6)
+base.mul_(3)
+look = search_here_and_beside
+view.grad_fn
+print(len(found))
+"""
+
+
+def test_a_search_waits_for_no_lock_of_libtorchs(said_by):
+    assert said_by(WITHIN_A_LOCK) == "2\n"
+
+
+WITHIN_A_TRANSFORM = """
+import sys
+import numpy as np
+import torch
+import zbpipe
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.dlpack import to_dlpack
+from zbpipe.leaks import find_holders
+
+array = np.ones(1000)
+wanted, capsule = torch.from_numpy(array), to_dlpack(torch.ones(4))
+
+
+def look():
+    return [holder.text for holder in find_holders(wanted).chain]
+
+
+if sys.argv[1] == "grad":
+    torch.func.grad(lambda x: (look(), x.sum())[1])(torch.ones(3))
+else:
+    with FakeTensorMode():
+        look()
+from zbpipe import _C
+print([label for _, label, _ in _C.references_of(_C.handle_of(wanted.untyped_storage()))])
+"""
+
+
+@pytest.mark.parametrize("within", ["grad", "fake"])
+def test_the_first_look_at_foreign_memory_may_be_within_a_transform(within, said_by):
+    assert said_by(WITHIN_A_TRANSFORM, within) == "['numpy array']\n"
+
+
+TRACING_THAT_ENDS = """
+import gc, weakref
+import torch
+from zbpipe import _C
+
+class Cycle:
+    pass
+
+def deep(n):
+    if n:
+        return deep(n - 1)
+    cycle = Cycle()
+    cycle.me = cycle
+    weakref.finalize(cycle, _C.trace_stop)
+    del cycle
+    gc.set_threshold(1)
+    kept.append(torch.empty(1000))
+
+kept = []
+recorder = _C.Recorder(0)
+recorder.start()
+gc.collect()
+gc.freeze()
+since = _C.next_serial()
+_C.trace_start()
+deep(40)
+gc.set_threshold(700)
+gc.collect()
+(*_, number), = _C.live_blocks(since)
+print(_C.trace_of(number))
+"""
+
+
+def test_a_collection_may_end_the_tracing(said_by):
+    """Python makes frames while a stack is read, and may collect then."""
+    assert said_by(TRACING_THAT_ENDS) == "[]\n"

@@ -343,3 +343,9 @@ def test_phases_are_read_while_it_runs():
     with rec.phase("too late"), pytest.raises(RuntimeError, match="entered once"):
         late.__enter__()
     assert [p.kind for p in rec.phases] == ["early"], "what outlasts the recording is left out"
+
+
+@pytest.mark.parametrize("given", [-1, 2**63, 1.5])
+def test_what_is_no_number_of_events(given):
+    with pytest.raises((ValueError, TypeError), match="max_events is .* expected the number of events"):
+        memory.record(max_events=given)

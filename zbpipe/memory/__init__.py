@@ -67,7 +67,7 @@ def record(
     """
     place = torch.device(device)
     place = torch.device("cpu") if place.type == "cpu" else place  # a tensor's device is never cpu:0
-    if not isinstance(max_events, int) or max_events < 0:
+    if not isinstance(max_events, int) or not 0 <= max_events < 2**63:
         refused = ValueError if isinstance(max_events, int) else TypeError
         raise refused(f"max_events is {argument(max_events)}; expected the number of events to keep, or 0 for no log")
     if place.type not in ("cpu", "cuda"):

@@ -6,6 +6,7 @@
 
 #include <ATen/DLConvertor.h>
 #include <ATen/Functions.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/utils/tensor_numpy.h>
 
 #include "shim/torch/python.h"
@@ -23,10 +24,21 @@ const at::Tensor* tensor_in(const Managed* managed, const Managed* made_here) {
              : nullptr;
 }
 
+/// While it lives, modes and transforms of the caller's (functorch's, fake tensors) see no operation.
+struct Plainly {
+  c10::impl::ExcludeDispatchKeyGuard guard{c10::DispatchKeySet(
+      {c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+       c10::DispatchKey::FuncTorchDynamicLayerBackMode, c10::DispatchKey::Functionalize,
+       c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
+};
+
 /// One of torch's own of no elements, to know its deleter by. Never destroyed.
 template <class Managed>
 const Managed* example() {
-  static const Managed* const managed = at::DLPackTraits<Managed>::toDLPack(at::empty({0}));
+  static const Managed* const managed = [] {
+    const Plainly plainly;
+    return at::DLPackTraits<Managed>::toDLPack(at::empty({0}));
+  }();
   return managed;
 }
 
@@ -68,9 +80,11 @@ PyObject* numpy_array_of(c10::StorageImpl& storage) {
   if (numpy) {
     is_tried = true;
     try {
+      const Plainly plainly;
       THPObjectPtr array = checked(PyObject_CallMethod(numpy, "ndarray", "i", 1));
       static at::Tensor& example = *new at::Tensor(torch::utils::tensor_from_numpy(array));
-      const auto* const found = function_behind(*storage_in(*example.unsafeGetTensorImpl()));
+      auto* const made = storage_in(*example.unsafeGetTensorImpl());
+      const auto* const found = made ? function_behind(*made) : nullptr;
       known = found && captured_by(found) == array.get() ? found : nullptr;
     } catch (const std::exception&) {  // torch cannot use this numpy
       PyErr_Clear();

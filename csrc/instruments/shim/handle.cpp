@@ -183,7 +183,8 @@ PyObject* get_facts(PyObject* self, void* /*closure*/) {
       return Py_NewRef(Py_None);
     }
     const bool is_plain = has_plain_shape(*tensor);
-    const int64_t bytes = is_plain ? tensor->numel() * static_cast<int64_t>(tensor->itemsize()) : 0;
+    const int64_t count = is_plain ? tensor->sym_numel().maybe_as_int().value_or(0) : 0;
+    const int64_t bytes = count * static_cast<int64_t>(tensor->itemsize());
     return Py_BuildValue(
         "(NOL)", wrap_sizes(is_plain ? tensor->sym_sizes() : c10::SymIntArrayRef()),
         reinterpret_cast<PyObject*>(dtype_of(*tensor)), static_cast<long long>(bytes));

@@ -5,6 +5,7 @@
 #include <mutex>
 #include <typeinfo>
 
+#include <ATen/FunctionalTensorWrapper.h>
 #include <ATen/NestedTensorImpl.h>
 #include <ATen/SparseCsrTensorImpl.h>
 #include <ATen/SparseTensorImpl.h>
@@ -79,28 +80,37 @@ void add_base(const torch::autograd::ViewInfo& info, References& references) {
   }
 }
 
-/// The instruction that a frame is at.
-int instruction_of(PyObject* frame) {
+/// Whether a frame is at an instruction that sets or deletes an attribute, or may call what does: it
+/// names setattr, or runs the attribute's setter for a mode or a subclass.
+bool may_set_attribute(PyObject* frame) {
   THPObjectPtr at(PyObject_GetAttrString(frame, "f_lasti"));
   THPObjectPtr code(PyObject_GetAttrString(frame, "f_code"));
   THPObjectPtr bytes(code ? PyObject_GetAttrString(code, "co_code") : nullptr);
+  THPObjectPtr name(code ? PyObject_GetAttrString(code, "co_name") : nullptr);
+  THPObjectPtr names(code ? PyObject_GetAttrString(code, "co_names") : nullptr);
   const Py_ssize_t offset = at ? PyLong_AsSsize_t(at) : -1;
-  if (!bytes || offset < 0 || offset >= PyBytes_GET_SIZE(bytes.get())) {
+  if (!bytes || !name || !names || offset < 0 || offset >= PyBytes_GET_SIZE(bytes.get())) {
     PyErr_Clear();
-    return -1;
+    return false;
   }
-  return static_cast<unsigned char>(PyBytes_AS_STRING(bytes.get())[offset]);
+  const int opcode = static_cast<unsigned char>(PyBytes_AS_STRING(bytes.get())[offset]);
+  bool is_named = PyUnicode_CompareWithASCIIString(name, "__torch_function__") == 0;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names.get()); ++i) {
+    PyObject* const one = PyTuple_GET_ITEM(names.get(), i);
+    is_named = is_named || PyUnicode_CompareWithASCIIString(one, "setattr") == 0 ||
+               PyUnicode_CompareWithASCIIString(one, "delattr") == 0;
+  }
+  return is_named || opcode == attribute_opcodes()[0] || opcode == attribute_opcodes()[1];
 }
 
-/// Whether another thread of Python's is at an instruction that sets or deletes an attribute.
+/// Whether another thread of Python's may be setting or deleting an attribute.
 bool others_set_attributes() {
   PyThreadState* const here = PyThreadState_Get();
   PyThreadState* thread = PyInterpreterState_ThreadHead(PyThreadState_GetInterpreter(here));
   for (; thread; thread = PyThreadState_Next(thread)) {
     THPObjectPtr frame(
         thread == here ? nullptr : reinterpret_cast<PyObject*>(PyThreadState_GetFrame(thread)));
-    if (const int at = frame ? instruction_of(frame) : -1;
-        at >= 0 && (at == attribute_opcodes()[0] || at == attribute_opcodes()[1])) {
+    if (frame && may_set_attribute(frame)) {
       return true;
     }
   }
@@ -112,12 +122,13 @@ bool others_set_attributes() {
 /// before the leaf lets go of it: beside one that sets an attribute, only a gradient that a handle
 /// owns is followed. False if it was not.
 bool add_grad(torch::autograd::AutogradMeta& meta, References& references) {
-  NodePtr accumulator;
-  {
-    const std::lock_guard<std::mutex> lock(meta.mutex_);
-    accumulator = meta.grad_accumulator_.lock();
+  // Who makes a view's node anew holds it, and may run a subclass's Python code meanwhile.
+  std::unique_lock<std::mutex> lock(meta.mutex_, std::try_to_lock);
+  if (!lock) {
+    return false;
   }
-  std::unique_lock<std::mutex> lock;
+  const NodePtr accumulator = meta.grad_accumulator_.lock();
+  lock.unlock();
   if (accumulator) {
     lock = std::unique_lock<std::mutex>(NodeParts::mutex_of(*accumulator), std::try_to_lock);
     if (!lock.owns_lock()) {
@@ -232,6 +243,11 @@ void add_references(Node& node, bool passes_run, References& references) {
     for (const Edge& edge : node.next_edges()) {
       references.add(edge.function.get(), "next node", index++);
     }
+    for (uint32_t i = 0; i < node.num_inputs(); ++i) {
+      if (node.input_metadata(i).is_cpp_nested_tensor()) {
+        references.add_unseen("sizes of nested tensors that nodes keep");
+      }
+    }
     bool all_hooks = add_hooks(node.pre_hooks(), "pre hooks", references);
     all_hooks = add_hooks(node.tensor_pre_hooks(), "tensor hooks", references) && all_hooks;
     all_hooks = add_hooks(node.post_hooks(), "post hooks", references) && all_hooks;
@@ -251,10 +267,11 @@ void add_references(Node& node, bool passes_run, References& references) {
   }
 }
 
-/// A saved variable that Python holds (a node's _raw_saved_*).
+/// A saved variable that Python owns: a node's _raw_saved_* is the node's, and may be gone with it.
 bool is_saved(PyObject* object) {
   const auto type = py::detail::get_type_handle(typeid(SavedVariable), false);
-  return type && PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(type.ptr()));
+  return type && PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(type.ptr())) &&
+         reinterpret_cast<py::detail::instance*>(object)->owned;
 }
 
 }  // namespace
@@ -278,6 +295,8 @@ void zbp::for_each_component(const c10::TensorImpl& tensor,
     visit_defined(nested->get_nested_sizes(), "nested sizes");
     visit_defined(nested->get_nested_strides(), "nested strides");
     visit_defined(nested->get_storage_offsets(), "nested offsets");
+  } else if (const auto* functional = dynamic_cast<const at::FunctionalTensorWrapper*>(&tensor)) {
+    visit_defined(functional->value(), "value");
   } else if (const auto* quantized = dynamic_cast<const at::QTensorImpl*>(&tensor)) {
     const at::QuantizerPtr quantizer = const_cast<at::QTensorImpl*>(quantized)->quantizer();
     if (const auto* channels =

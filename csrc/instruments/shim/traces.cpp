@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/utils/object_ptr.h>
 #include <torch/csrc/utils/pythoncapi_compat.h>
 
@@ -65,6 +66,13 @@ uint64_t zbp_trace_here(void) {
   if (t.tracers == 0) {  // the last one has stopped while this thread waited
     return 0;
   }
+  // A collection might run Python code, which may end the tracing.
+  const bool collects = PyGC_Disable() != 0;
+  const auto put_back = c10::make_scope_exit([collects] {
+    if (collects) {
+      PyGC_Enable();
+    }
+  });
   Stack stack;
   PyFrameObject* frame = PyEval_GetFrame();
   Py_XINCREF(frame);
