@@ -9,8 +9,7 @@ import torch
 from torch import fx
 
 from zbpipe._compile.cut import CannotSplitError  # the cut of graphs that no compiler traces
-from zbpipe._compile.nodes import HEAVY as IS_HEAVY  # of a kernel that needs a GPU
-from zbpipe._compile.nodes import classify
+from zbpipe._compile.nodes import classify  # of a kernel that needs a GPU
 from zbpipe._compile.split import split  # the same
 
 aten = torch.ops.aten
@@ -142,7 +141,7 @@ def test_a_kernel_whose_results_are_a_dictionary_is_no_arithmetic_on_sizes():
     t = Trace()
     node = t.graph.call_function(sorted, (t.input(torch.randn(4, 4)),))
     node.meta["val"] = {"out": torch.randn(4, 4)}
-    assert classify(node) == IS_HEAVY
+    assert classify(node) == "heavy"
 
 
 # The slow, obviously right way to find the cut: try every distribution of the nodes.

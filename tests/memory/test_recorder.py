@@ -347,5 +347,5 @@ def test_phases_are_read_while_it_runs():
 
 @pytest.mark.parametrize("given", [-1, 2**63, 1.5])
 def test_what_is_no_number_of_events(given):
-    with pytest.raises((ValueError, TypeError), match="max_events is .* expected the number of events"):
+    with pytest.raises((ValueError, TypeError), match=r"max_events is .* expected the number of events"):
         memory.record(max_events=given)
