@@ -271,6 +271,7 @@ import torch
 import zbpipe
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.dlpack import to_dlpack
+from zbpipe import _C  # a chain says it in words
 from zbpipe.leaks import find_holders
 
 array = np.ones(1000)
@@ -286,7 +287,6 @@ if sys.argv[1] == "grad":
 else:
     with FakeTensorMode():
         look()
-from zbpipe import _C
 print([label for _, label, _ in _C.references_of(_C.handle_of(wanted.untyped_storage()))])
 """
 
@@ -299,7 +299,8 @@ def test_the_first_look_at_foreign_memory_may_be_within_a_transform(within, said
 TRACING_THAT_ENDS = """
 import gc, weakref
 import torch
-from zbpipe import _C
+from zbpipe import _C  # to ask for a stack after the end
+
 
 class Cycle:
     pass

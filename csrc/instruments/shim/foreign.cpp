@@ -24,7 +24,7 @@ const at::Tensor* tensor_in(const Managed* managed, const Managed* made_here) {
              : nullptr;
 }
 
-/// While it lives, modes and transforms of the caller's (functorch's, fake tensors) see no operation.
+/// While it lives, the caller's modes and transforms (functorch's, fake tensors) see no operation.
 struct Plainly {
   c10::impl::ExcludeDispatchKeyGuard guard{c10::DispatchKeySet(
       {c10::DispatchKey::FuncTorchDynamicLayerFrontMode,

@@ -80,8 +80,8 @@ void add_base(const torch::autograd::ViewInfo& info, References& references) {
   }
 }
 
-/// Whether a frame is at an instruction that sets or deletes an attribute, or may call what does: it
-/// names setattr, or runs the attribute's setter for a mode or a subclass.
+/// Whether a frame is at an instruction that sets or deletes an attribute, or may call what does:
+/// it names setattr, or runs the attribute's setter for a mode or a subclass.
 bool may_set_attribute(PyObject* frame) {
   THPObjectPtr at(PyObject_GetAttrString(frame, "f_lasti"));
   THPObjectPtr code(PyObject_GetAttrString(frame, "f_code"));
