@@ -327,6 +327,19 @@ def test_a_state_that_is_not_detached_is_told_once_and_not_at_what_was_computed_
     )
 
 
+def test_a_larger_graph_that_was_there_before_is_not_the_one_that_grew():
+    before = torch.ones(1, requires_grad=True)
+    for _ in range(500):
+        before = before.sin()
+    total = torch.zeros(())
+    with Growth() as growth:
+        for _ in range(9):
+            total = total + torch.ones(1, requires_grad=True).sum()
+            growth.step()
+        (grown,) = growth.grown()
+    assert [text.split(" of ")[0] for text in marks_of(str(grown))] == ["variable total"], before
+
+
 def test_a_check_tells_items_apart_by_identity():
     holder = Cached()
     with check_tensor_leak(action="record") as check:

@@ -31,7 +31,7 @@ from zbpipe.leaks._collector import collector
 from zbpipe.leaks._grown import ANEW, Group, Grown, groups_of, grown_of, lines_of
 from zbpipe.leaks._judge import living, windows_of
 from zbpipe.leaks._results import Cycle
-from zbpipe.leaks._search import Found, Scope, natives_now, others_of, search, storages_now
+from zbpipe.leaks._search import Found, Scope, natives_now, others_of, search
 from zbpipe.leaks._verdict import FEWEST, SLACK, Verdict, births_tell, enough, rises, verdict
 
 _LONG_TABLE = 20  # rows; longer ones are folded
@@ -73,7 +73,9 @@ class Growth:
             begun.enter_context(collector)
             self._since = _C.next_serial()
             self._counts_others = allocator.is_in_use()
-            self._older: object = storages_now()
+            natives = natives_now()
+            self._older: object = _C.watch_storages([*natives["storage"]])
+            self._newest_before = max(_sequences(natives["node"]), default=0)
             self._last: object = None  # storages that others' identities must not be given to
             self._optimizers = weakref.WeakSet(living(torch.optim.Optimizer))
             self._end = weakref.finalize(self, begun.pop_all().close)
@@ -137,7 +139,7 @@ class Growth:
         self.bytes.append(sum(living.values()))
         self.nodes.append(0 if is_look else self.nodes[-1])
         if is_look:
-            sequences = [node.sequence or 0 for node in natives["node"] if node.sequence != _ACCUMULATES]
+            sequences = _sequences(natives["node"])
             self.nodes[-1] = sum(sequence <= self._newest_nodes[1] for sequence in sequences)
             self._newest_nodes = [self._newest_nodes[1], max(sequences, default=0)]
             self.looked_at = number
@@ -161,7 +163,7 @@ class Growth:
         rising = self.rising()
         may_leak = births_tell((born for born, _ in self._living.values()), len(self.counts))
         found = self._of_memory(rising) if may_leak or {"counts", "bytes"} & {*rising} else []
-        graph = _largest_graph(self._newest_nodes[0]) if "nodes" in rising else None
+        graph = _largest_graph(self._newest_before, self._newest_nodes[0]) if "nodes" in rising else None
         # Of many tensors' graphs the tensors have become more.
         if graph is not None and (not found or graph.nodes >= self.nodes[-1] - self.nodes[len(self.nodes) // 2 - 1]):
             marked = {line for group in (*found, *self.filling) for line in group.held_by if line.startswith(">>")}
@@ -286,24 +288,30 @@ class Growth:
             raise RuntimeError(f"{what} was called after close(); make another Growth")
 
 
-def _largest_graph(newest: int) -> Grown | None:
-    """Who holds the tensor with the most nodes below it that are not newer than ``newest`` and on no newer graph."""
+def _sequences(nodes: list[_C.Handle]) -> list[int]:
+    return [node.sequence or 0 for node in nodes if node.sequence != _ACCUMULATES]
+
+
+def _largest_graph(before: int, newest: int) -> Grown | None:
+    """Who holds the tensor with the most nodes below it that are not newer than ``newest`` and on no newer graph: of
+    those newer than ``before``, or, where no graph has any (each thread counts its own), of all."""
     tensors = map(_C.handle_of, living(torch.Tensor))
     roots = [(node, tensor) for tensor in tensors for node in _nodes_of(tensor)]
     roots.sort(key=lambda root: -(root[0].sequence or 0))
     seen: set[_C.Handle] = set()
-    most, largest = -1, None
+    most, largest = (-1, -1), None
     for root, tensor in roots:
-        count, todo = 0, [root]
+        new, count, todo = 0, 0, [root]
         while todo:
             node = todo.pop()
             if node not in seen:
                 seen.add(node)
                 count += (node.sequence or 0) <= newest
+                new += before < (node.sequence or 0) <= newest
                 todo += _nodes_of(node)
-        most, largest = max((most, largest), (count, tensor), key=lambda graph: graph[0])
+        most, largest = max((most, largest), ((new, count), tensor), key=lambda graph: graph[0])
     result = search(Scope(target=largest)).found if largest is not None else []
-    return Grown([result[0].leak], nodes=most, mark=result[0].leak.place_of_blame) if result else None
+    return Grown([result[0].leak], nodes=most[1], mark=result[0].leak.place_of_blame) if result else None
 
 
 def _nodes_of(handle: _C.Handle | None) -> list[_C.Handle]:
