@@ -355,6 +355,27 @@ def test_gradient_that_lies_in_what_is_kept_and_is_changed_is_refused(backend):
     assert w.grad is None
 
 
+@pytest.mark.parametrize(
+    "view",
+    [torch.conj, lambda x: x.conj().imag, torch.view_as_real, lambda x: x.mT],
+    ids=["conjugated", "negated", "as real", "transposed"],
+)
+def test_gradient_that_is_another_reading_of_what_is_kept(view):
+    z, w = torch.randn(4, 4, dtype=torch.complex128), nn.Parameter(torch.randn(4, 4, dtype=torch.complex128))
+    forward, pending, expected = lambda x: view(x) + z @ w if view is torch.conj else view(x + z @ w), [], 0
+    run = compiled(forward)
+    for _ in range(2):
+        x = torch.randn(4, 4, dtype=torch.complex128, requires_grad=True)
+        grad = torch.randn_like(forward(x))
+        dx, dw = torch.autograd.grad(forward(x), [x, w], grad)
+        (found,), groups = zbpipe.stage_backward_input([run(x)], [grad], [x], [w])
+        torch.testing.assert_close(found, dx)
+        expected, pending = expected + dw, [*pending, groups]
+    for groups in pending:
+        zbpipe.stage_backward_weight([w], groups)
+    torch.testing.assert_close(w.grad, expected)
+
+
 @backends
 @pytest.mark.parametrize(
     ("change", "words"),

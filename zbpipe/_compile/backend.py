@@ -278,10 +278,15 @@ def _tied(gradient: Any, kept: dict[int, list[torch.Tensor]]) -> Any:
     behind = kept.get(memory_of(gradient) or 0, [])
     if not behind or any(one is gradient for one in behind):
         return gradient
-    same = next((one for one in behind if one.dtype == gradient.dtype), None)
+    same = next((one for one in behind if _reading(one) == _reading(gradient)), None)
     if same is None:
         return gradient.clone()
     return same.as_strided(gradient.size(), gradient.stride(), gradient.storage_offset())
+
+
+def _reading(tensor: torch.Tensor) -> tuple[torch.dtype, bool, bool]:
+    """How the bytes of its memory are read."""
+    return tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
 def _by_dimension(graph: fx.GraphModule) -> tuple[list[int], list[int]]:
