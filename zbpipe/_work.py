@@ -26,8 +26,9 @@ def take(saved: tuple[Any, ...], weights: tuple[torch.Tensor, ...], is_copied: b
             base = autograd.base_of(thing)  # whose history a view keeps, even one made without grad mode
             viewed = weights_at.get(autograd.memory_of(thing) or 0, [])
             is_free = viewed or (base is not None and _is_parameter(base))
-            if thing.requires_grad or (base is not None and base.requires_grad) or (is_copied and not is_free):
-                arguments[i] = _without_history(thing, is_copied and not is_free)
+            copies = is_copied and not is_free
+            if copies or thing.requires_grad or (base is not None and base.requires_grad):
+                arguments[i] = _without_history(thing, copies)
             (views if is_free else own).append(arguments[i])
             parameters += viewed
     return tuple(arguments), autograd.autocast_here(), own, views, parameters
