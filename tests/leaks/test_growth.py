@@ -277,9 +277,9 @@ def test_other_memory_is_counted_by_its_storages_and_by_the_steps_that_made_them
 @pytest.mark.parametrize("is_slow", [False, True])
 def test_memory_that_goes_past_the_allocator_grows(make, every, is_slow, monkeypatch):
     kept, looks = [], []
-    monkeypatch.setattr(_growth, "natives_now", lambda: looks.append(1) or natives_now())
     monkeypatch.setattr(_growth, "perf_counter", lambda: 100.0 * len(looks) if is_slow else 0.0)
     with Growth() as growth:
+        monkeypatch.setattr(_growth, "natives_now", lambda: looks.append(1) or natives_now())
         for number in range(60):
             if number % every == 0:
                 kept.append(make())
