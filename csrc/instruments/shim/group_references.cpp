@@ -20,6 +20,7 @@ const char* label_of(Role role) {
     case Role::kept_grad:
       return "kept gradient of weight task";
     case Role::saved_for_work:
+    case Role::view_for_work:
       return "saved for the work of task";
     default:
       return "gradient from the work of task";
@@ -37,10 +38,8 @@ void add_task(const Task& task, int32_t number, References& references) {
   });
   for (const Work& work : works_of(task)) {
     if (work.call) {
-      for (const auto* list : {&work.call->views, &work.call->parameters}) {
-        for (const Kept& kept : *list) {
-          references.add(kept.tensor(), label_of(Role::saved_for_work), number);
-        }
+      for (const Kept& kept : work.call->parameters) {
+        references.add(kept.tensor(), label_of(Role::saved_for_work), number);
       }
       references.add(work.call->function.ptr(interpreter), "work of weight task", number);
       references.add(work.call->arguments.ptr(interpreter), label_of(Role::saved_for_work), number);

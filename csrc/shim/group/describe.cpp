@@ -69,7 +69,7 @@ PyObject* describe_task(const Task& task) {
   }
   for_each_kept(task, [&](const Kept& kept, Role role, const auto& serves) {
     const at::Tensor& tensor = kept.tensor();
-    if (!tensor.defined()) {
+    if (!tensor.defined() || role == Role::view_for_work) {
       return;
     }
     const char* const name = role == Role::matrix                                  ? "matrix"
@@ -210,8 +210,10 @@ PyObject* zbp_group_bytes_held(zbp_group* group, zbp_error* error) {
     std::set<const void*> seen;
     if (!zbp_book_is_claimed(&group->book)) {
       for (const Task& task : group_of(group).tasks) {
-        for_each_kept(task, [&](const Kept& kept, auto&&...) {
-          bytes += seen.insert(storage_of(kept.tensor())).second ? bytes_of(kept.tensor()) : 0;
+        for_each_kept(task, [&](const Kept& kept, Role role, const auto&) {
+          const bool costs =
+              role != Role::view_for_work && seen.insert(storage_of(kept.tensor())).second;
+          bytes += costs ? bytes_of(kept.tensor()) : 0;
         });
       }
     }

@@ -134,7 +134,15 @@ inline std::optional<c10::Stream> stream_of(const Task& task) {
 }
 
 /// What a tensor is to the task that holds it.
-enum class Role : uint8_t { matrix, output_grad, saved, kept_grad, saved_for_work, grad_of_work };
+enum class Role : uint8_t {
+  matrix,
+  output_grad,
+  saved,
+  kept_grad,
+  saved_for_work,
+  view_for_work,  // of a parameter, whose memory it is
+  grad_of_work,
+};
 
 /// Calls `visit(kept, role, serves)` with every tensor that the task's W reads. serves(f): the
 /// gradient at face number f is computed from it.
@@ -166,6 +174,7 @@ void for_each_kept(const Task& task, const Visit& visit) {
     const auto serves = [&work](size_t f) { return work.serves(f); };
     if (work.call) {
       visit_all(work.call->saved, Role::saved_for_work, serves);
+      visit_all(work.call->views, Role::view_for_work, serves);
     }
     visit_all(work.grads, Role::grad_of_work, serves);
   }

@@ -93,7 +93,6 @@ void check_held(const Group& group, const Task& task, size_t g) {
   for_each_kept(task, check);
   for (const Work& work : works_of(task)) {
     if (work.call) {
-      std::for_each(work.call->views.begin(), work.call->views.end(), check);
       std::for_each(work.call->parameters.begin(), work.call->parameters.end(), check);
     }
   }
@@ -123,17 +122,12 @@ void check_there(const Group& group, size_t g) {
     }
   }
   for (const Task& task : group.tasks) {
-    const auto check = [&](const Kept& kept, auto&&...) {
+    // A parameter itself may be there for its main_grad alone.
+    for_each_kept(task, [&](const Kept& kept, auto&&...) {
       if (is_emptied(kept.tensor())) {
         refuse_emptied(g, kept.tensor(), task.name());
       }
-    };
-    for_each_kept(task, check);
-    for (const Work& work : works_of(task)) {
-      if (work.call) {  // a parameter itself may be there for its main_grad alone
-        std::for_each(work.call->views.begin(), work.call->views.end(), check);
-      }
-    }
+    });
   }
   for (size_t o = 0; is_one_emptied && o < group.outside.size(); ++o) {
     const Outside& outside = group.outside[o];
