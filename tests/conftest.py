@@ -114,6 +114,14 @@ def alone():
     dist.destroy_process_group()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _dropped_groups_warn_here(request):
+    """What a module's tests drop on purpose is not freed in another module's test, which would hear of it."""
+    yield
+    if request.node.get_closest_marker("drops_groups"):
+        gc.collect()
+
+
 @pytest.fixture(scope="module")
 def quick_collections():
     """The collector looks at what the module's tests make alone: all that torch has imported takes a second each time."""

@@ -11,7 +11,7 @@ from support.oracle import needs_zbpipe
 from support.program_runs import Passes, judge
 from support.programs import COMPILED, programs
 
-pytestmark = [needs_zbpipe, pytest.mark.usefixtures("quick_collections")]
+pytestmark = [pytest.mark.drops_groups, needs_zbpipe, pytest.mark.usefixtures("quick_collections")]
 
 bounded = settings(derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
 BATCH = 200
