@@ -393,7 +393,7 @@ TORCH_LIBRARY(zbpipe_keeping, library) {
 
 
 @pytest.mark.slow
-def test_kept_by_a_function_of_cpp(tmp_path):
+def test_what_cpp_functions_keep(tmp_path):
     """It returns workspaces for the input's gradient and for the weight's."""
     from torch.utils.cpp_extension import load_inline
 
