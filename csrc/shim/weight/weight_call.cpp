@@ -122,7 +122,7 @@ void check_there(const Group& group, size_t g) {
     }
   }
   for (const Task& task : group.tasks) {
-    // A parameter itself may be there for its main_grad alone.
+    // Not the parameters themselves: one may be there for its main_grad alone.
     for_each_kept(task, [&](const Kept& kept, auto&&...) {
       if (is_emptied(kept.tensor())) {
         refuse_emptied(g, kept.tensor(), task.name());
